@@ -1,0 +1,54 @@
+# Every target sets up what it needs: `make run` is enough on a machine with only Python 3.10 or newer.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# With a GPU, torch must fit its driver: pip chooses. Without one, the tested versions.
+CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
+
+MAKEFLAGS += --no-print-directory
+.DELETE_ON_ERROR:
+.PHONY: help setup run bench test test-gpu lint types format clean
+
+help:
+	@echo "make run       an embedded tiny pipeline, eager and accelerated, side by side"
+	@echo "make test      lint, types and tests, as CI does"
+	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make bench     one denoiser call a family and shape: eager, breakable, full"
+	@echo "make lint | types | format | clean"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "diffgraph needs Python 3.10 or newer: make PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[dev]"
+	@touch $@
+
+run: $(READY)
+	$(PY) -m demo.run $(ARGS)
+
+bench: $(READY)
+	$(PY) -m benchmarks.denoiser $(ARGS)
+
+# One torch thread a worker: two workers with a pool each would fight for the two cores.
+test: lint types
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
+
+test-gpu: $(READY)
+	$(PY) -m pytest -q -m gpu $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+
+types: $(READY)
+	$(PY) -m pyright
+
+format: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,52 @@
+"""diffgraph: diffusers pipelines faster where the GPU waits for Python, without changing a pixel."""
+
+from diffgraph.errors import (
+    AlreadyAcceleratedError,
+    CaptureError,
+    DiffgraphError,
+    HostValueChanged,
+    NoDenoiserError,
+    NotAcceleratedError,
+    NotYetError,
+    OptionError,
+    OptionTypeError,
+    ReplayError,
+    ShapeError,
+)
+from diffgraph.pipeline import accelerate_module, accelerate_pipeline, capture, paused, report, restore_pipeline
+from diffgraph.reasons import Reason
+from diffgraph.recorder import breakable_graph, eager_on_graph
+from diffgraph.report import Report, SignatureReport
+from diffgraph.runner import CaptureWarning
+from diffgraph.sequence import GraphSequence
+from diffgraph.shapes import CaptureShape
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyAcceleratedError",
+    "CaptureError",
+    "CaptureShape",
+    "CaptureWarning",
+    "DiffgraphError",
+    "GraphSequence",
+    "HostValueChanged",
+    "NoDenoiserError",
+    "NotAcceleratedError",
+    "NotYetError",
+    "OptionError",
+    "OptionTypeError",
+    "Reason",
+    "Report",
+    "ReplayError",
+    "ShapeError",
+    "SignatureReport",
+    "accelerate_module",
+    "accelerate_pipeline",
+    "breakable_graph",
+    "capture",
+    "eager_on_graph",
+    "paused",
+    "report",
+    "restore_pipeline",
+]

@@ -1,0 +1,114 @@
+"""Where recording must stop by the caller's choice: attention, named submodules, named functions.
+
+(Ops that *cannot* be recorded need no choice: the recorder finds them, see `recordable`.) The patches below exist only inside
+their `with` and act only for the thread that has a capture open; a replay calls the function that is live then.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from diffgraph.errors import OptionError
+from diffgraph.recorder import open_recorder
+
+
+@contextmanager
+def placed(module: torch.nn.Module, breaks: str | Sequence[str]) -> Iterator[None]:
+    """Inside, every chosen call is a break of the capture that the calling thread has open."""
+    with ExitStack() as stack:
+        if breaks in ("auto", "attention"):
+            stack.enter_context(_attention())
+        else:
+            for name in breaks:
+                stack.enter_context(_named(module, name))
+        yield
+
+
+def check(module: torch.nn.Module, breaks: str | Sequence[str]) -> None:
+    """Raise `OptionError` unless every name is a submodule of `module` or an importable function."""
+    if not isinstance(breaks, str):
+        for name in breaks:
+            _resolve(module, name)
+
+
+def _break(name: str, live: Callable[[], Callable[..., Any]], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in for `original`: a break while this thread records, plain otherwise. `live` finds the function at replay."""
+
+    def at_replay(*args: Any, **kwargs: Any) -> Any:
+        return live()(*args, **kwargs)
+
+    @functools.wraps(original)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        recorder = open_recorder()
+        if recorder is None or recorder.in_break:
+            return original(*args, **kwargs)
+        return recorder.run_break(name, at_replay, args, kwargs)
+
+    return stand_in
+
+
+@contextmanager
+def _attention() -> Iterator[None]:
+    """The two doors through which every diffusers model reaches attention.
+
+    diffusers' registry is patched and not `dispatch_attention_fn`, which 49 of its modules imported by name. One door calls the
+    other; the second is then inside a break, so it runs plainly.
+    """
+    with ExitStack() as stack:
+        functional = torch.nn.functional
+        stack.enter_context(_replaced(functional.__dict__, "scaled_dot_product_attention", "attention"))
+        registry = _registry()
+        for backend in list(registry):
+            stack.enter_context(_replaced(registry, backend, f"attention ({getattr(backend, 'value', backend)})"))
+        yield
+
+
+def _registry() -> dict[Any, Callable[..., Any]]:
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")  # not imported: no model uses it
+    return dispatch._AttentionBackendRegistry._backends if dispatch is not None else {}
+
+
+@contextmanager
+def _named(module: torch.nn.Module, name: str) -> Iterator[None]:
+    where, key, live = _resolve(module, name)
+    with _replaced(where, key, name, live):
+        yield
+
+
+def _resolve(module: torch.nn.Module, name: str) -> tuple[dict[str, Any], str, Callable[..., Any] | None]:
+    """Where to patch: a submodule's instance attributes, or the module or class that holds a function."""
+    if name in dict(module.named_modules()) and name:
+        submodule = module.get_submodule(name)
+        return submodule.__dict__, "forward", submodule.forward
+    path, _, attribute = name.rpartition(".")
+    try:
+        holder = importlib.import_module(path) if path else None
+    except ImportError:
+        holder = None
+    if holder is not None and callable(getattr(holder, attribute, None)):
+        return holder.__dict__, attribute, None
+    raise OptionError(
+        f"breaks names {name!r}, which is neither a submodule of {type(module).__name__} nor a function 'package.module.name'"
+    )
+
+
+@contextmanager
+def _replaced(where: dict[Any, Any], key: Any, name: str, original: Callable[..., Any] | None = None) -> Iterator[None]:
+    absent = key not in where  # a method of the class, reached through the instance
+    found = original if absent else where[key]
+    assert found is not None
+    where[key] = _break(name, (lambda: found) if absent else (lambda: where[key]), found)
+    try:
+        yield
+    finally:
+        if absent:
+            del where[key]
+        else:
+            where[key] = found

@@ -1,0 +1,131 @@
+"""One forward made replayable: static inputs, a sequence, and where its outputs lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from threading import RLock
+from typing import Any
+
+import torch
+
+from diffgraph import breaks as break_points
+from diffgraph.devices import Pool
+from diffgraph.recorder import record
+from diffgraph.sequence import GraphSequence
+from diffgraph.signature import Call
+from diffgraph.static_inputs import StaticInputs
+from diffgraph.tree import Spec, flatten, unflatten
+
+#: One capture at a time in this process: the patches that place breaks are global while they last.
+_CAPTURE_LOCK = RLock()
+
+Forward = Callable[..., Any]
+
+
+class Recording:
+    """A recorded forward. `run` gives it a call's live leaves and returns what the forward would."""
+
+    def __init__(self, inputs: StaticInputs, sequence: GraphSequence) -> None:
+        self.inputs = inputs
+        self.sequence = sequence
+        self.wrote_inputs = False  # it wrote to its arguments, which a replay would do to the static inputs only
+        self.escaped = False  # something outside still holds memory that the next replay overwrites
+        self._spec: Spec = None
+        self._leaves: list[Any] = []
+
+    @property
+    def pool(self) -> Pool:
+        return self.sequence.pool
+
+    @property
+    def segments(self) -> int:
+        return self.sequence.segments
+
+    @property
+    def breaks(self) -> int:
+        return self.sequence.breaks
+
+    def run(self, leaves: list[Any]) -> Any:
+        with self.pool.turn():
+            self.inputs.copy_from(leaves)
+            self.sequence.replay()
+            return self.outputs()
+
+    def outputs(self) -> Any:
+        """Clones, in the forward's own containers: the next replay must not overwrite what this one returned."""
+        made: dict[int, torch.Tensor] = {}
+        leaves = [
+            made.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves
+        ]
+        return unflatten(self._spec, leaves)
+
+    def _set_outputs(self, output: Any, is_born: Callable[[torch.Tensor], bool]) -> None:
+        leaves, self._spec = flatten(output)
+        made: dict[int, Any] = {}
+        for leaf in leaves:
+            aliased = isinstance(leaf, torch.Tensor) and is_born(leaf)
+            made[id(leaf)] = self.pool.alias(leaf) if aliased else leaf
+        self._leaves = [made[id(leaf)] for leaf in leaves]
+
+    def release(self) -> None:
+        self._leaves = []
+        self.sequence.reset()
+
+
+class EagerRecording(Recording):
+    """The debug backend: static inputs and every rule of the runner, but the forward itself runs each time.
+
+    If a fault survives it, capture is not to blame.
+    """
+
+    def __init__(self, inputs: StaticInputs, sequence: GraphSequence, forward: Forward) -> None:
+        super().__init__(inputs, sequence)
+        self._forward = forward
+
+    def run(self, leaves: list[Any]) -> Any:
+        with self.pool.turn():
+            self.inputs.copy_from(leaves)
+            args, kwargs = self.inputs.call()
+            self._leaves, self._spec = flatten(self._forward(*args, **kwargs))
+            return self.outputs()
+
+
+def capture(
+    module: torch.nn.Module, forward: Forward, call: Call, pool: Pool, *, backend: str, breaks: str | Sequence[str]
+) -> tuple[Recording, Any]:
+    """Record `forward` for this call. Returns the recording and the call's own result: a capture is a true forward.
+
+    Whatever the forward raises is passed on, with nothing of the attempt left.
+    """
+    with pool.turn():
+        inputs = StaticInputs(call)
+        sequence = GraphSequence(pool)
+        if backend == "eager":
+            made = EagerRecording(inputs, sequence, forward)
+            return made, made.run(call.leaves)
+        recording = Recording(inputs, sequence)
+        whole = backend == "full"
+        args, kwargs = inputs.call()
+        weights = chain(module.parameters(), module.buffers())
+        with _CAPTURE_LOCK, break_points.placed(module, () if whole else breaks), _no_autocast_cache():
+            with record(sequence, weights=weights, inputs=inputs.tensors, whole=whole) as recorder:
+                output = forward(*args, **kwargs)
+        recording.wrote_inputs = bool(recorder.written)
+        recording._set_outputs(output, recorder.is_born)
+        result = recording.outputs()
+        del output, args, kwargs
+        recording.escaped = recorder.escaped()
+        return recording, result
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast keeps the weights that it has cast until its block ends: memory of the pool, held by somebody else."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

@@ -1,0 +1,30 @@
+"""What a segment is: a CUDA graph on a GPU, a tape on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from diffgraph.devices.base import Pool, Segment
+from diffgraph.errors import OptionError
+
+SUPPORTED = ("cpu", "cuda")
+
+__all__ = ["SUPPORTED", "Pool", "Segment", "new_pool"]
+
+
+def new_pool(device: torch.device | str | None = None, *, poison: bool = False) -> Pool:
+    """An empty pool for `device` (default: the current GPU, else the CPU)."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cpu":
+        from diffgraph.devices.cpu import CpuPool
+
+        return CpuPool(device, poison=poison)
+    if device.type == "cuda":
+        if poison:
+            raise OptionError(f"poison=True is for the CPU device, which keeps dead memory apart; given {device}")
+        from diffgraph.devices.cuda import CudaPool
+
+        return CudaPool(device)
+    raise OptionError(f"no graphs on device {device}; accepted: {', '.join(SUPPORTED)}")

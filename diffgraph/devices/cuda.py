@@ -1,0 +1,153 @@
+"""A segment on a GPU is a CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from diffgraph.devices.base import Pool, Segment
+
+
+class CudaSegment(Segment):
+    """Recorded on the pool's side stream: capture is not allowed on the default one. Nothing runs there."""
+
+    def __init__(self, pool: CudaPool, handle: Any) -> None:
+        self.pool = pool
+        self.graph = torch.cuda.CUDAGraph()
+        self.empty = False
+        self._on_side_stream = torch.cuda.stream(pool.side_stream)
+        self._on_side_stream.__enter__()
+        try:
+            # thread_local: what other threads do (event queries, allocations) neither fails nor invalidates the capture.
+            self.graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        except BaseException:
+            self._on_side_stream.__exit__(None, None, None)
+            raise
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def end(self) -> None:
+        try:
+            # On the stream it began on, or that stream stays invalid.
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.graph.capture_end()
+        except BaseException:
+            self.reset()
+            # The default generator still believes that it is capturing ("Offset increment outside graph capture").
+            generator = torch.cuda.default_generators[self.pool.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        finally:
+            self._on_side_stream.__exit__(None, None, None)
+        # PyTorch warns of an empty graph. It is not replayed but kept: were it the pool's only one, the pool would die with it.
+        self.empty = any("CUDA Graph is empty" in str(w.message) for w in caught)
+
+    def abort(self) -> None:
+        try:
+            self.end()
+        except RuntimeError:
+            pass  # the failure that brought us here, once more
+        self.reset()
+
+    def replay(self) -> None:
+        if not self.empty:
+            self.graph.replay()
+
+    def reset(self) -> None:
+        self.graph.reset()
+        self.pool.segments.discard(self)
+
+
+class CudaPool(Pool):
+    runs_while_recording = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", self.index)
+        self.side_stream = torch.cuda.Stream(self.device)
+        self._handle: Any = None
+        self._last_stream: torch.cuda.Stream | None = None
+        self._last_use = torch.cuda.Event()
+
+    @contextmanager
+    def _ordered(self) -> Iterator[None]:
+        # The lock orders the host alone: on another stream than the last one's, the GPU must wait as well.
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_event(self._last_use)
+        try:
+            yield
+        finally:
+            self._last_use.record(stream)
+            self._last_stream = stream
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        collecting = gc.isenabled()
+        with self.turn(), torch.cuda.device(self.device):
+            lifted = torch._C._only_lift_cpu_tensors()
+            # So that the host-to-device copy of `torch.tensor(list, device=...)` is seen by a dispatch mode.
+            torch._C._set_only_lift_cpu_tensors(True)
+            # As PyTorch's graph trees do: a workspace that a segment uses must be allocated in the pool, and none may outlive it.
+            torch._C._cuda_clearCublasWorkspaces()
+            # The collector could free another graph, which is not allowed during capture.
+            gc.disable()
+            try:
+                yield
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()
+                torch._C._set_only_lift_cpu_tensors(lifted)
+                if collecting:
+                    gc.enable()
+
+    def open_segment(self) -> CudaSegment:
+        if not self.segments:
+            self._handle = torch.cuda.graph_pool_handle()  # a handle dies with its last graph
+        segment = CudaSegment(self, self._handle)
+        self.segments.add(segment)
+        return segment
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As PyTorch's own graph trees make them."""
+        memory = tensor.untyped_storage()
+        with torch.inference_mode(False):
+            storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
+            return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(
+                {
+                    "nbytes": memory.nbytes(),
+                    "data_ptr": memory.data_ptr(),
+                    "size": tensor.shape,
+                    "stride": tensor.stride(),
+                    "dtype": tensor.dtype,
+                    "device": tensor.device,
+                    "storage_offset": tensor.storage_offset(),
+                },
+                storage,
+            )
+
+    def bytes(self) -> int:
+        if not self.segments:
+            return 0
+        pool = tuple(self._handle)
+        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def rng_state(self) -> Any:
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
+
+    def set_rng_state(self, state: Any) -> None:
+        torch.set_rng_state(state[0])
+        torch.cuda.set_rng_state(state[1], self.device)
+
+    def replayable_rng(self, before: Any) -> bool:
+        return torch.equal(before[0], torch.get_rng_state())  # numbers drawn on the host are baked; the GPU's are registered

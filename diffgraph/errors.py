@@ -1,0 +1,45 @@
+"""The errors that diffgraph raises: one base to catch them all, and the built-in type that fits each."""
+
+
+class DiffgraphError(Exception):
+    """Base of every error that diffgraph raises."""
+
+
+class OptionError(DiffgraphError, ValueError):
+    """An option's name or value is not accepted."""
+
+
+class OptionTypeError(DiffgraphError, TypeError):
+    """An option, or the object to accelerate, is of a type that is not accepted."""
+
+
+class ShapeError(DiffgraphError, ValueError):
+    """A capture shape is malformed, or the pipeline refuses it."""
+
+
+class NoDenoiserError(DiffgraphError, ValueError):
+    """The pipeline has no denoiser under any name that is looked for."""
+
+
+class AlreadyAcceleratedError(DiffgraphError, ValueError):
+    """The pipeline or module is accelerated already."""
+
+
+class NotAcceleratedError(DiffgraphError, ValueError):
+    """The pipeline or module is not accelerated."""
+
+
+class NotYetError(DiffgraphError, NotImplementedError):
+    """The option is part of the design and not built yet."""
+
+
+class CaptureError(DiffgraphError, RuntimeError):
+    """A forward could not be recorded."""
+
+
+class ReplayError(DiffgraphError, RuntimeError):
+    """A recorded sequence cannot be replayed, or failed while it was."""
+
+
+class HostValueChanged(ReplayError):
+    """A value that the host read, and that is baked into the recording, has changed."""

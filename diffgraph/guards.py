@@ -1,0 +1,249 @@
+"""Is what was recorded still true? State that a call's arguments do not show.
+
+`Fingerprint` lays out what a recording relies on so that comparing it costs little: addresses of parameters and buffers, the
+module tree, forward hooks, and the plain attributes of modules and of the objects that they own (attention processors, hook
+registries), which hold LoRA scales, merged and disabled flags, IP-adapter scales, the attention backend and the training flag.
+Containers among the attributes are compared by content, one level deep. Not compared: what lies deeper, the contents of weights
+(a graph reads them afresh), and the settings of torch.nn's own layers (`eps`, `p`), of which only dropout's mode is.
+
+`refusal` says what cannot be trusted at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from operator import itemgetter
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from diffgraph.reasons import Reason
+
+_MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
+# Set anew by diffusers at every call, and empty of meaning for a forward.
+_VOLATILE = frozenset({"_child_registries_cache", "_compiled_call_impl"})
+_CONTAINER_LIMIT = 256  # a longer list is compared by identity, to bound the cost of a call
+_TENSOR_PTR = torch.Tensor.data_ptr
+
+
+class Fingerprint:
+    """What a recording of `module` relies on; `change()` tells what has become of it.
+
+    Cost on Qwen-Image (2,297 modules, 1,933 parameters): see the guard row of README's table.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        modules = list(module.modules())
+        tables = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        self._weight_tables = [d for d in tables if all(map(_is_plain, d.values()))]
+        self._mixed_tables = [d for d in tables if not all(map(_is_plain, d.values()))]
+        self._child_tables = [m._modules for m in modules if m._modules]
+        self._must_be_empty = [
+            d
+            for m in modules
+            for d in (m._parameters, m._buffers, m._modules, m._forward_hooks, m._forward_pre_hooks)
+            if not d
+        ]
+        readers = list(_readers(modules))
+        self._owners = [owner for owner, _, _ in readers]
+        self._reads = [(get, table) for _, get, table in readers]
+        owned = [table for owner, _, table in readers if not isinstance(owner, torch.nn.Module)]
+        self._attribute_tables = [m.__dict__ for m in modules] + owned
+        self._weights = self._read_weights()
+        self._mixed = self._read_mixed()
+        self._children = self._read_children()
+        self._sizes = self._read_sizes()
+        self._attributes = [_copied(values) for values in self._read_attributes()]
+
+    def _read_weights(self) -> list[int]:
+        return list(map(_TENSOR_PTR, chain.from_iterable(map(dict.values, self._weight_tables))))
+
+    def _read_mixed(self) -> list[Any]:
+        return [_address(t) for d in self._mixed_tables for t in d.values()]
+
+    def _read_children(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._child_tables)))
+
+    def _read_sizes(self) -> list[int]:
+        return list(map(len, self._attribute_tables))
+
+    def _read_attributes(self) -> list[Any]:
+        return [get(d) for get, d in self._reads]
+
+    def change(self) -> Reason | None:
+        """The kind of the first change found; `None` when everything is as it was."""
+        try:
+            if self._read_children() != self._children:
+                return self._tree_change()
+            if self._read_weights() != self._weights or self._read_mixed() != self._mixed:
+                return Reason.WEIGHTS_CHANGED
+            if any(self._must_be_empty):
+                return self._filled_change()
+            if self._read_attributes() != self._attributes:
+                return self._attribute_change()
+            if self._read_sizes() != self._sizes:
+                return Reason.ATTRIBUTES_CHANGED
+        except Exception:  # an attribute is gone, a tensor stands where a number stood: whatever it is, it is a change
+            return Reason.ATTRIBUTES_CHANGED
+        return None
+
+    # -- which kind of change (slow; only once something differs)
+
+    def _tree_change(self) -> Reason:
+        now, then = self._read_children(), self._children
+        different = {id(m) for m in now} ^ {id(m) for m in then}
+        changed = [m for m in (*now, *then) if id(m) in different]
+        return Reason.ADAPTER_CHANGED if any(map(_is_adapter, changed)) else Reason.WEIGHTS_CHANGED
+
+    def _filled_change(self) -> Reason:
+        filled = next(d for d in self._must_be_empty if d)
+        values = list(filled.values())
+        if any(isinstance(v, torch.nn.Module) for v in values):
+            return Reason.ADAPTER_CHANGED if any(map(_is_adapter, values)) else Reason.WEIGHTS_CHANGED
+        return Reason.HOOKS_CHANGED if any(map(callable, values)) else Reason.WEIGHTS_CHANGED
+
+    def _attribute_change(self) -> Reason:
+        for owner, (get, table), then in zip(self._owners, self._reads, self._attributes, strict=True):
+            if get(table) != then:
+                break
+        keys = get.keys
+        key = next(k for k, now, old in zip(keys, get(table), then, strict=True) if now is not old and now != old)
+        if _is_adapter(owner):
+            return Reason.ADAPTER_CHANGED
+        if key == "training":
+            return Reason.TRAINING
+        if key == "processor":
+            return Reason.PROCESSORS_CHANGED
+        if type(owner).__name__.endswith("Processor") or "AttnProcessor" in type(owner).__name__:
+            return Reason.ADAPTER_CHANGED if key == "scale" else Reason.PROCESSORS_CHANGED
+        if key in ("_hf_hook", "_old_forward", "forward", "hooks"):
+            return Reason.HOOKS_CHANGED
+        return Reason.ATTRIBUTES_CHANGED
+
+
+class _Reader:
+    """`itemgetter` that always gives a tuple and remembers its keys."""
+
+    __slots__ = ("_get", "keys")
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self.keys = keys
+        self._get = itemgetter(*keys) if len(keys) > 1 else None
+
+    def __call__(self, table: dict[str, Any]) -> tuple[Any, ...]:
+        return self._get(table) if self._get is not None else (table[self.keys[0]],)
+
+
+def _readers(modules: list[torch.nn.Module]) -> Iterator[tuple[Any, _Reader, dict[str, Any]]]:
+    """Whose attributes are read, how, and from which table: modules, and the objects that they own."""
+    made: dict[tuple[str, ...], _Reader] = {}
+    seen: set[int] = set()
+    for module in modules:
+        keys = _attribute_names(module)
+        if keys:
+            yield module, made.setdefault(keys, _Reader(keys)), module.__dict__
+        for key in keys:
+            owned = module.__dict__[key]
+            if _is_object(owned) and id(owned) not in seen:
+                seen.add(id(owned))
+                names = tuple(k for k in owned.__dict__ if k not in _VOLATILE)
+                if names:
+                    yield owned, made.setdefault(names, _Reader(names)), owned.__dict__
+
+
+def _attribute_names(module: torch.nn.Module) -> tuple[str, ...]:
+    if type(module).__module__.startswith("torch.nn.modules."):
+        # There are thousands, and what users change in them is the mode.
+        return ("training",) if isinstance(module, (_DropoutNd, _BatchNorm)) else ()
+    return tuple(k for k in module.__dict__ if k not in _MODULE_INTERNALS and k not in _VOLATILE)
+
+
+def _is_object(value: Any) -> bool:
+    """An object with a state of its own; not a tensor, a module, a class, a function or a container."""
+    others = (torch.Tensor, torch.nn.Module, type, dict, list, tuple, FunctionType, MethodType, partial)
+    return hasattr(value, "__dict__") and not isinstance(value, others)
+
+
+def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Containers are copied, so that a change of their contents shows."""
+    return tuple(v.copy() if type(v) in (list, dict, set) and len(v) <= _CONTAINER_LIMIT else v for v in values)
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _address(tensor: Any) -> Any:
+    """Where a weight lies; for a tensor subclass (quantised weights), where the tensors lie that it is made of."""
+    if tensor is None:
+        return None
+    if hasattr(tensor, "__tensor_flatten__"):
+        return tuple(_address(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.data_ptr()
+
+
+def _is_adapter(obj: Any) -> bool:
+    return type(obj).__module__.startswith("peft.")
+
+
+# -- refusals
+
+_HOOK_REASONS = (
+    ("group_offload", Reason.OFFLOAD),
+    ("layer_execution_tracker", Reason.OFFLOAD),
+    ("layerwise_casting", Reason.LAYERWISE_CASTING),
+    ("peft_autocast_disable", Reason.LAYERWISE_CASTING),
+    ("cp_", Reason.MULTI_DEVICE),
+    ("tp_", Reason.MULTI_DEVICE),
+    ("cache", Reason.STEP_CACHE),
+    ("fbc_", Reason.STEP_CACHE),
+    ("pyramid_attention_broadcast", Reason.STEP_CACHE),
+)
+
+
+def refusal(module: torch.nn.Module) -> Reason | None:
+    """Why no recording of `module` in its present state could be trusted; `None` when one can."""
+    devices = set()
+    for tensor in chain(module.parameters(), module.buffers()):
+        devices.add(tensor.device)
+    for submodule in module.modules():
+        reason = _hook_refusal(submodule)
+        if reason is not None:
+            return reason
+        if submodule.training and _random_or_stateful(submodule):
+            return Reason.TRAINING
+        if getattr(submodule, "_parallel_config", None) is not None:
+            return Reason.MULTI_DEVICE
+    if torch.device("meta") in devices:
+        return Reason.OFFLOAD
+    return Reason.MULTI_DEVICE if len(devices) > 1 else None
+
+
+def _hook_refusal(module: torch.nn.Module) -> Reason | None:
+    if module._forward_hooks or module._forward_pre_hooks:
+        return Reason.HOOKS_CHANGED
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None and _offloads(hook):
+        return Reason.OFFLOAD
+    registry = module.__dict__.get("_diffusers_hook")
+    for name in getattr(registry, "hooks", None) or ():
+        return next((reason for part, reason in _HOOK_REASONS if part in name), Reason.HOOKS_CHANGED)
+    return None
+
+
+def _offloads(hook: Any) -> bool:
+    """accelerate's hooks that move weights around each forward."""
+    inner = getattr(hook, "hooks", None)  # a SequentialHook
+    if inner:
+        return any(map(_offloads, inner))
+    return type(hook).__name__ in ("CpuOffload", "LayerwiseCastingHook") or bool(getattr(hook, "offload", False))
+
+
+def _random_or_stateful(module: torch.nn.Module) -> bool:
+    """Draws random numbers or keeps statistics in training mode: warm-up and verify would be seen."""
+    return isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)

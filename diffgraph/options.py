@@ -1,0 +1,107 @@
+"""The options of `accelerate_pipeline` and `accelerate_module`, checked once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diffgraph.errors import NotYetError, OptionError, OptionTypeError
+
+BACKENDS = ("breakable", "full", "eager")
+CAPTURES = ("auto", "startup", "on_demand")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `accelerate_pipeline`."""
+
+    backend: str = "breakable"
+    capture: str = "auto"
+    breaks: str | tuple[str, ...] = "auto"
+    max_graphs: int = 32
+    memory_limit: int | float | None = None  # bytes, or a fraction of the device's memory
+    verify: bool = True
+    poison: bool = False
+
+
+def checked(
+    *,
+    backend: Any,
+    capture: Any,
+    has_shapes: bool,
+    compile_blocks: Any,
+    prompt_buckets: Any,
+    breaks: Any,
+    max_graphs: Any,
+    memory_limit: Any,
+    verify: Any,
+    poison: Any,
+    unknown: dict[str, Any],
+) -> Options:
+    """Options, or an `OptionError`/`OptionTypeError`/`NotYetError` that says what was given and what is accepted."""
+    if unknown:
+        accepted = "capture_shapes, backend, capture, breaks, components, max_graphs, memory_limit, verify, poison"
+        raise OptionTypeError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {accepted}")
+    _one_of("backend", backend, BACKENDS)
+    _one_of("capture", capture, CAPTURES)
+    _true_or_false("verify", verify)
+    _true_or_false("poison", poison)
+    _true_or_false("compile_blocks", compile_blocks)
+    if compile_blocks:
+        raise NotYetError("compile_blocks=True is not built yet; accepted: False")
+    if prompt_buckets not in ("auto", None):
+        raise NotYetError(
+            f"prompt_buckets={prompt_buckets!r} is not built yet; accepted: 'auto' or None, which both record exact lengths"
+        )
+    if capture == "auto":
+        capture = "startup" if has_shapes else "on_demand"
+    return Options(backend, capture, _breaks(breaks), _count(max_graphs), _memory(memory_limit), verify, poison)
+
+
+def _one_of(name: str, value: Any, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise OptionError(f"{name} is {value!r}; accepted: {', '.join(map(repr, accepted))}")
+
+
+def _true_or_false(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise OptionTypeError(f"{name} is {value!r}; accepted: True or False")
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionTypeError(f"max_graphs is {value!r}; accepted: a whole number, at least 1")
+    if value < 1:
+        raise OptionError(f"max_graphs is {value}; accepted: a whole number, at least 1")
+    return value
+
+
+def _breaks(value: Any) -> str | tuple[str, ...]:
+    accepted = "accepted: 'auto', 'attention', or names of submodules and functions"
+    if isinstance(value, str):
+        if value not in ("auto", "attention"):
+            raise OptionError(f"breaks is {value!r}; {accepted} in a list")
+        return value
+    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
+        raise OptionTypeError(f"breaks is {value!r}; {accepted}")
+    return tuple(value)
+
+
+def _memory(value: Any) -> int | float | None:
+    accepted = "accepted: None, bytes (an int), text as in '4GiB', or a fraction of the device's memory (0 < float <= 1)"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        found = _BYTES.fullmatch(value)
+        if not found:
+            raise OptionError(f"memory_limit is {value!r}; {accepted}")
+        value = int(float(found[1]) * _UNITS[found[2].upper()])
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise OptionTypeError(f"memory_limit is {value!r}; {accepted}")
+    if not value > 0 or (isinstance(value, float) and value > 1):
+        raise OptionError(f"memory_limit is {value!r}; {accepted}")
+    return value

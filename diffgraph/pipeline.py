@@ -1,0 +1,228 @@
+"""The door: finds a pipeline's denoisers, installs runners and removes them without a trace."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from diffgraph import breaks as break_points
+from diffgraph.errors import (
+    AlreadyAcceleratedError,
+    NoDenoiserError,
+    NotAcceleratedError,
+    NotYetError,
+    OptionTypeError,
+)
+from diffgraph.memory import Memory
+from diffgraph.options import Options, checked
+from diffgraph.report import Report
+from diffgraph.runner import Runner
+from diffgraph.shapes import load_shapes
+from diffgraph.startup import capture_shapes as capture_at_startup
+
+#: The names under which diffusers' pipelines keep the module that they call at each step.
+DENOISERS = ("transformer", "transformer_2", "unet")
+
+P = TypeVar("P")
+M = TypeVar("M", bound=torch.nn.Module)
+
+#: Which objects (pipelines, or modules accelerated on their own) each runner serves.
+_owners: weakref.WeakKeyDictionary[Runner, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+
+def accelerate_pipeline(
+    pipe: P,
+    capture_shapes: Any = None,
+    *,
+    backend: str = "breakable",
+    capture: str = "auto",
+    compile_blocks: bool = False,
+    prompt_buckets: Any = "auto",
+    breaks: str | Sequence[str] = "auto",
+    components: str | Sequence[str] = "denoiser",
+    max_graphs: int = 32,
+    memory_limit: int | float | str | None = None,
+    verify: bool = True,
+    poison: bool = False,
+    **unknown: Any,
+) -> P:
+    """Record the denoiser's forward of a diffusers pipeline and replay it over the steps. In place; returns `pipe`.
+
+    The pictures stay the same to the bit. What has not been seen, or can no longer be trusted, runs eager; `report` says why.
+
+    Args:
+        pipe: any diffusers pipeline with a `transformer`, `transformer_2` or `unet`.
+        capture_shapes: shapes to record now: text (`"512x512"`, `"480x832x81@prompt=128,cfg=off,batch=2"`, height first),
+            `CaptureShape`, dict, (height, width), a list of these, or the path of a .json or .yaml file.
+        backend: `"breakable"`: CUDA graph segments with attention eager between them; `"full"`: one graph, no breaks; `"eager"`:
+            for debugging, nothing is recorded.
+        capture: `"startup"`: only `capture_shapes` (and `diffgraph.capture`); `"on_demand"`: each signature's first call runs
+            eager, its second is recorded, the rest replay; `"auto"`: start-up if shapes are given.
+        breaks: `"attention"`, `"auto"` (at present the same), or names of submodules ("blocks.0.attn") and functions
+            ("package.module.function") to run eager.
+        components: `"denoiser"`, or some of the denoisers' names.
+        max_graphs: recorded signatures a device, the least recently used going first.
+        memory_limit: of graph memory a device: bytes, text (`"4GiB"`) or a fraction of the device's memory.
+        verify: compare each signature's first replay with eager before it is trusted (costs one eager forward).
+        poison: (CPU) fill dead intermediates with NaN before each replay, to find faults of lifetime.
+        compile_blocks, prompt_buckets: part of the design, not built yet; their defaults alone are accepted.
+
+    Raises:
+        OptionError, OptionTypeError, NotYetError: an option is wrong. NoDenoiserError: nothing to accelerate.
+        AlreadyAcceleratedError: call `restore_pipeline` first. ShapeError: a shape is malformed or refused by the pipeline.
+        All are `DiffgraphError`, and leave the pipeline as it was.
+
+    Example:
+        >>> pipe = diffgraph.accelerate_pipeline(pipe, capture_shapes=["512x512", "1024x1024"])
+        >>> image = pipe("a red cat", height=512, width=512).images[0]
+        >>> print(diffgraph.report(pipe))
+    """
+    modules = _denoisers(pipe, components)
+    shapes = load_shapes(capture_shapes) if capture_shapes is not None else []
+    options = checked(
+        backend=backend,
+        capture=capture,
+        has_shapes=bool(shapes),
+        compile_blocks=compile_blocks,
+        prompt_buckets=prompt_buckets,
+        breaks=breaks,
+        max_graphs=max_graphs,
+        memory_limit=memory_limit,
+        verify=verify,
+        poison=poison,
+        unknown=unknown,
+    )
+    if any(_serves(module, pipe) for module in modules.values()):
+        raise AlreadyAcceleratedError(f"this {type(pipe).__name__} is accelerated already; call restore_pipeline first")
+    runners = _install(pipe, modules, options)
+    try:
+        if shapes:
+            capture_at_startup(pipe, runners, shapes)
+    except BaseException:
+        restore_pipeline(pipe)
+        raise
+    return pipe
+
+
+def accelerate_module(module: M, **options: Any) -> M:
+    """As `accelerate_pipeline`, for a denoiser that is called by a loop of one's own. In place; returns `module`.
+
+    Takes the same options, but no `capture_shapes` and no `components`: there is no pipeline to run shapes through.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise OptionTypeError(f"{type(module).__name__} is no torch.nn.Module; for a pipeline, use accelerate_pipeline")
+    for name in ("capture_shapes", "components"):
+        if name in options:
+            raise OptionTypeError(f"accelerate_module takes no {name}: there is no pipeline to run; call the module instead")
+    return accelerate_pipeline(module, **options)
+
+
+def restore_pipeline(pipe: P) -> P:
+    """Undo `accelerate_pipeline` or `accelerate_module`: nothing of ours is left on any object. Returns `pipe`.
+
+    A denoiser that several accelerated pipelines share is restored with the last of them. Raises `NotAcceleratedError`.
+    """
+    for module, runner in _runners(pipe):
+        _owners[runner].discard(pipe)
+        if not _owners[runner]:
+            _uninstall(module, runner)
+    return pipe
+
+
+def capture(pipe: Any, shapes: Any = None) -> None:
+    """Record more shapes, or (without `shapes`) let signatures that were refused or dropped be recorded at their next call.
+
+    Takes what `capture_shapes` of `accelerate_pipeline` takes. Call it after a change of weights to record again.
+    Raises `ShapeError` and `NotAcceleratedError`; what was recorded before stays.
+    """
+    runners = [runner for _, runner in _runners(pipe)]
+    wanted = load_shapes(shapes) if shapes is not None else []
+    if wanted and isinstance(pipe, torch.nn.Module):
+        raise OptionTypeError("shapes need a pipeline to run through; a module is recorded by calling it")
+    for runner in runners:
+        runner.forgive()
+    if wanted:
+        capture_at_startup(pipe, runners, wanted)
+
+
+@contextmanager
+def paused(pipe: Any) -> Iterator[None]:
+    """Eager inside the `with`; recordings stay. Raises `NotAcceleratedError`."""
+    with ExitStack() as stack:
+        for _, runner in _runners(pipe):
+            stack.enter_context(runner.paused())
+        yield
+
+
+def report(pipe: Any) -> Report:
+    """What happened so far on this pipeline or module. Raises `NotAcceleratedError`."""
+    return Report.of([runner for _, runner in _runners(pipe)])
+
+
+def _denoisers(pipe: Any, components: Any) -> dict[str, torch.nn.Module]:
+    if isinstance(pipe, torch.nn.Module):
+        return {type(pipe).__name__: pipe}
+    names = DENOISERS if components == "denoiser" else components
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise OptionTypeError(f"components is {components!r}; accepted: 'denoiser' or a tuple of {', '.join(DENOISERS)}")
+    for name in names:
+        if name not in DENOISERS:
+            raise NotYetError(f"component {name!r} is not built yet; accepted: {', '.join(DENOISERS)}")
+    found = {name: getattr(pipe, name, None) for name in names}
+    modules = {name: module for name, module in found.items() if isinstance(module, torch.nn.Module)}
+    if not modules:
+        raise NoDenoiserError(
+            f"{type(pipe).__name__} has no denoiser; looked for {', '.join(names)}. For a module that your own loop calls, use "
+            "accelerate_module"
+        )
+    return modules
+
+
+def _serves(module: torch.nn.Module, pipe: Any) -> bool:
+    runner = _runner(module)
+    return runner is not None and pipe in _owners[runner]
+
+
+def _runner(module: Any) -> Runner | None:
+    found = getattr(module, "__dict__", {}).get("_compiled_call_impl")
+    return found if isinstance(found, Runner) else None
+
+
+def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
+    candidates = [pipe] if isinstance(pipe, torch.nn.Module) else [getattr(pipe, name, None) for name in DENOISERS]
+    found = [(module, runner) for module in candidates if (runner := _runner(module)) is not None]
+    found = [(module, runner) for module, runner in found if pipe in _owners[runner]]
+    if not found:
+        raise NotAcceleratedError(f"this {type(pipe).__name__} is not accelerated; call accelerate_pipeline first")
+    return found
+
+
+def _install(pipe: Any, modules: dict[str, torch.nn.Module], options: Options) -> list[Runner]:
+    """`torch.nn.Module` asks `_compiled_call_impl` before its own call: there a runner outlives whatever offloading, hooks and
+    adapters do to `forward`, leaves signature and types alone, and is dropped by `deepcopy` and pickle."""
+    for module in modules.values():
+        break_points.check(module, options.breaks)
+    memory = Memory(options)
+    runners = []
+    for name, module in modules.items():
+        runner = _runner(module)  # another pipeline's, with which this one shares the module
+        if runner is None:
+            runner = Runner(name, module, options, memory)
+            _owners[runner] = weakref.WeakSet()
+            module.__dict__["_compiled_call_impl"] = runner
+        _owners[runner].add(pipe)
+        runners.append(runner)
+    return runners
+
+
+def _uninstall(module: torch.nn.Module, runner: Runner) -> None:
+    runner.release()
+    del _owners[runner]
+    if runner.wrapped is None:
+        del module.__dict__["_compiled_call_impl"]
+    else:
+        module.__dict__["_compiled_call_impl"] = runner.wrapped

@@ -1,0 +1,81 @@
+"""What happened so far: counts, reasons, and one row a signature."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffgraph.runner import Runner
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class SignatureReport:
+    """One signature. `memory_bytes` is what its capture added to the pool; `reason`: why it has no recording."""
+
+    label: str
+    captured: bool
+    segments: int
+    breaks: int
+    replays: int
+    memory_bytes: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Routes of all calls so far (`captures`, `replays`, `eager`), the eager ones by reason code, and the signatures.
+
+    `memory_bytes` is what the pools hold now. `print(report)` is a table; `to_dict()` is ready for JSON.
+    """
+
+    captures: int
+    replays: int
+    eager: int
+    reasons: dict[str, int]
+    signatures: list[SignatureReport] = field(default_factory=list)
+    memory_bytes: int = 0
+
+    @classmethod
+    def of(cls, runners: Sequence[Runner]) -> Report:
+        routes: Counter[str] = sum((r.routes for r in runners), Counter())
+        reasons: Counter[str] = sum((r.reasons for r in runners), Counter())
+        rows = [_signature(entry) for r in runners for entry in list(r.entries.values())]
+        memory = sum(m.bytes() for m in {id(r.memory): r.memory for r in runners}.values())
+        return cls(routes["capture"], routes["replay"], routes["eager"], dict(reasons.most_common()), rows, memory)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"captures {self.captures}, replays {self.replays}, eager {self.eager}, "
+            f"graph memory {self.memory_bytes / _MIB:.1f} MiB"
+        ]
+        lines += [f"  eager because {reason}: {count}" for reason, count in self.reasons.items()]
+        if self.signatures:
+            lines.append(f"  {'segments':>8} {'breaks':>6} {'replays':>7} {'MiB':>7}  signature")
+        for s in self.signatures:
+            state = "" if s.captured else f"  ({s.reason or 'not captured'})"
+            lines.append(
+                f"  {s.segments:>8} {s.breaks:>6} {s.replays:>7} {s.memory_bytes / _MIB:>7.1f}  {s.label}{state}"
+            )
+        return "\n".join(lines)
+
+
+def _signature(entry: Any) -> SignatureReport:
+    recording = entry.recording
+    reason = entry.refused or entry.lost
+    return SignatureReport(
+        label=entry.label,
+        captured=recording is not None,
+        segments=recording.segments if recording is not None else 0,
+        breaks=recording.breaks if recording is not None else 0,
+        replays=entry.replays,
+        memory_bytes=entry.memory_bytes,
+        reason=str(reason) if reason is not None and recording is None else None,
+    )

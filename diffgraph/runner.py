@@ -1,0 +1,403 @@
+"""The way of a call: signature, table look-up, guards, then replay, capture or eager."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+
+from diffgraph.capture import Recording, capture
+from diffgraph.devices import SUPPORTED, Pool
+from diffgraph.guards import Fingerprint, refusal
+from diffgraph.memory import Memory
+from diffgraph.options import Options
+from diffgraph.reasons import Reason
+from diffgraph.recorder import open_recorder
+from diffgraph.sequence import HostValueChanged
+from diffgraph.signature import Call, Refused, Signature
+from diffgraph.tree import flatten
+
+logger = logging.getLogger("diffgraph")
+
+#: Signatures that differ in a number alone and may be recorded side by side; more of them, and the number is one that keeps changing.
+MAX_NUMBER_VARIANTS = 8
+#: A recording that was dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
+PAYS_AFTER = 8
+FREE_TRIES = 4
+
+
+class CaptureWarning(UserWarning):
+    """A forward could not be recorded and runs eager."""
+
+
+class Route(str, Enum):
+    REPLAY = "replay"
+    CAPTURE = "capture"
+    EAGER = "eager"
+
+
+class Entry:
+    """What is known of one signature: how often it was seen, its recording, or why it has none."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.recording: Recording | None = None
+        self.trusted = False  # a replay was found equal to eager
+        self.seen = 0  # eager calls since there was no recording that may serve as warm-up
+        self.unpaid = 0  # recordings in a row that were dropped before they had paid for themselves
+        self.replays = 0  # in all
+        self.recent_replays = 0  # of this recording
+        self.memory_bytes = 0
+        self.refused: Reason | None = None  # for good, or until `diffgraph.capture`
+        self.lost: Reason | None = None  # why the last recording was dropped
+        self.escapes = 0
+
+    def evict(self) -> None:
+        """Give up the recording and its memory."""
+        if self.recording is not None:
+            self.recording.release()
+            self.recording = None
+            self.unpaid = 0 if self.recent_replays >= PAYS_AFTER else self.unpaid + 1
+        self.seen = self.recent_replays = self.memory_bytes = 0
+        self.trusted = False
+        self.lost = None
+
+    @property
+    def wait(self) -> int:
+        """Eager calls to see before capturing: more and more where recordings do not last, so that they cannot cost more than they save."""
+        return 2 ** min(max(self.unpaid - FREE_TRIES, 0), 10)
+
+    def demote(self, reason: Reason) -> None:
+        self.evict()
+        self.refused = reason
+
+
+class Runner:
+    """Stands in for a module's call. Knows the module weakly, so that it does not keep its weights alive."""
+
+    def __init__(self, name: str, module: torch.nn.Module, options: Options, memory: Memory) -> None:
+        self.name = name
+        self.options = options
+        self.memory = memory
+        self.routes: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.entries: dict[Signature, Entry] = {}
+        # What the recordings hold would otherwise keep the weights until the garbage collector finds the cycle.
+        self._module = weakref.ref(module, lambda _: self.release())
+        self.wrapped = module.__dict__.get("_compiled_call_impl")  # the user's own `module.compile()`
+        self._positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self._fingerprint: Fingerprint | None = None
+        self._refusal: Reason | None = None
+        self._paused = 0
+        self._insisting = 0  # inside `diffgraph.capture`: record at first sight
+        self._count_lock = threading.Lock()
+
+    # -- the door
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None  # its own call brought us here
+        try:
+            return self._recorded(module, args, kwargs)
+        except Refused as refused:
+            self._count(Route.EAGER, refused.reason)
+            logger.debug("%s runs eager: %s", self.name, refused)
+        return self._eager(module, args, kwargs)
+
+    def _eager(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._forward(module)(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            # Eager alone might have fitted: give back what is ours, and try once more.
+            if not any(entry.recording for entry in self.entries.values()):
+                raise
+        self.release()
+        torch.cuda.empty_cache()
+        return self._forward(module)(*args, **kwargs)
+
+    def _forward(self, module: torch.nn.Module) -> Any:
+        return self.wrapped if self.wrapped is not None else module._call_impl
+
+    def _recorded(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paused:
+            raise Refused(Reason.PAUSED)
+        if torch.is_grad_enabled():
+            raise Refused(Reason.GRAD_ENABLED)
+        device = _device(module)
+        if open_recorder() is not None or _capturing(device):
+            raise Refused(Reason.NESTED_CAPTURE)
+        call = Call.of(args, kwargs, device)
+        pool = self.memory.pool(device)
+        with pool.lock:
+            if pool.in_turn:  # a break of another recording of this pool called us
+                raise Refused(Reason.NESTED_CAPTURE)
+            self._check_state(module, pool)
+            entry = self._entry(call.signature)
+            route = self._route(entry)
+            if route is Route.REPLAY:
+                return self._replay(module, entry, call, args, kwargs)
+            if route is Route.CAPTURE:
+                return self._capture(module, entry, call, pool, args, kwargs)
+        return self._warm_up(module, entry, call, pool, args, kwargs)
+
+    # -- deciding
+
+    def _check_state(self, module: torch.nn.Module, pool: Pool) -> None:
+        """Drop every recording when what it relies on has changed; raise `Refused` when nothing can be relied on."""
+        change = None if self._fingerprint is None else self._fingerprint.change()
+        if self._fingerprint is None or change is not None:
+            self._take_fingerprint(module)
+        if self._refusal is not None:
+            if change is not None:
+                self._drop_all(self._refusal)
+            raise Refused(self._refusal)
+        if change is not None:
+            self._drop_all(change)
+            logger.info("%s: recordings dropped: %s", self.name, change)
+
+    def _take_fingerprint(self, module: torch.nn.Module) -> None:
+        self._fingerprint = Fingerprint(module)
+        self._refusal = refusal(module)
+
+    def _drop_all(self, reason: Reason) -> None:
+        for entry in self.entries.values():
+            lost = entry.lost if entry.recording is None else reason
+            if entry.recording is not None:
+                self.memory.forget(entry, entry.recording.pool)
+            entry.evict()
+            entry.lost = lost
+            if entry.refused is not Reason.VERIFY_FAILED:  # that one is for good
+                entry.refused = None
+
+    def _entry(self, signature: Signature) -> Entry:
+        entry = self.entries.get(signature)
+        if entry is None:
+            entry = Entry(f"{self.name}: {signature.label(self._positional)}")
+            alike = signature.without_numbers()
+            if sum(other.without_numbers() == alike for other in self.entries) >= MAX_NUMBER_VARIANTS:
+                raise Refused(Reason.HOST_VALUE_CHANGED, "a number among the arguments is another one at each call")
+            self.entries[signature] = entry
+        return entry
+
+    def _route(self, entry: Entry) -> Route:
+        if entry.recording is not None:
+            return Route.REPLAY
+        if entry.refused is not None:
+            raise Refused(entry.refused)
+        on_demand = self.options.capture == "on_demand"
+        if not on_demand and not self._insisting:
+            raise Refused(entry.lost or Reason.UNSEEN_SIGNATURE)
+        return Route.CAPTURE if entry.seen >= (1 if self._insisting else entry.wait) else Route.EAGER
+
+    # -- the three routes
+
+    def _warm_up(self, module: Any, entry: Entry, call: Call, pool: Pool, args: Any, kwargs: Any) -> Any:
+        """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
+        self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
+        versions = [t._version if not t.is_inference() else 0 for t in _tensors(call.leaves)]
+        rng = pool.rng_state()
+        output = self._eager(module, args, kwargs)
+        after, spec = flatten((args, dict(sorted(kwargs.items()))))
+        changed_arguments = (
+            spec != call.spec
+            or any(a is not b for a, b in zip(after, call.leaves, strict=True) if isinstance(b, torch.Tensor))
+            or versions != [t._version if not t.is_inference() else 0 for t in _tensors(call.leaves)]
+        )
+        with pool.lock:
+            if changed_arguments or not pool.replayable_rng(rng):
+                entry.demote(Reason.SIDE_EFFECTS)
+            elif self._fingerprint is not None and self._fingerprint.change() is not None:
+                # The forward set attributes: a cache that fills, which is over by the next call, or state, which is not.
+                self._take_fingerprint(module)
+                entry.escapes += 1
+                if entry.escapes > 2:
+                    entry.demote(Reason.SIDE_EFFECTS)
+            else:
+                entry.seen += 1
+        if self._insisting and entry.recording is None and entry.refused is None:
+            return self._recorded(module, args, kwargs)
+        return output
+
+    def _capture(self, module: Any, entry: Entry, call: Call, pool: Pool, args: Any, kwargs: Any) -> Any:
+        before = pool.bytes()
+        try:
+            recording, output = capture(
+                module,
+                self._forward(module),
+                call,
+                pool,
+                backend=self.options.backend,
+                breaks=self.options.breaks,
+            )
+        except torch.OutOfMemoryError:
+            entry.demote(Reason.OUT_OF_MEMORY)
+            raise Refused(Reason.OUT_OF_MEMORY) from None
+        except Exception as error:
+            entry.demote(Reason.CAPTURE_FAILED)
+            warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=4)
+            raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
+        self._count(Route.CAPTURE)
+        if recording.wrote_inputs:
+            for live, static in zip(_distinct_tensors(call.leaves), recording.inputs.tensors, strict=True):
+                live.copy_(static)
+            recording.release()
+            entry.demote(Reason.SIDE_EFFECTS)
+        elif recording.escaped or (self._fingerprint is not None and self._fingerprint.change() is not None):
+            # The result is right, but a cache of the model now holds what a replay would overwrite. It is full by now: once more.
+            recording.release()
+            self._take_fingerprint(module)
+            entry.escapes += 1
+            if entry.escapes > 2:
+                entry.demote(Reason.SIDE_EFFECTS)
+        else:
+            entry.recording, entry.lost = recording, None
+            entry.memory_bytes = pool.bytes() - before
+            if not self.memory.admit(entry, pool):
+                entry.demote(Reason.OUT_OF_MEMORY)
+        return output
+
+    def _replay(self, module: Any, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+        recording = entry.recording
+        assert recording is not None
+        if not entry.trusted and self.options.verify:
+            return self._verify(module, entry, recording, call, args, kwargs)
+        output = self._run(entry, recording, call)
+        self.memory.touch(entry, recording.pool)
+        entry.replays += 1
+        entry.recent_replays += 1
+        self._count(Route.REPLAY)
+        return output
+
+    def _run(self, entry: Entry, recording: Recording, call: Call) -> Any:
+        try:
+            return recording.run(call.leaves)
+        except HostValueChanged as changed:
+            self._lose(entry, recording)
+            entry.lost = Reason.HOST_VALUE_CHANGED
+            raise Refused(Reason.HOST_VALUE_CHANGED, str(changed)) from None
+        except torch.OutOfMemoryError:
+            self._lose(entry, recording)
+            raise Refused(Reason.OUT_OF_MEMORY) from None
+        except Exception as error:
+            self._lose(entry, recording)
+            entry.demote(Reason.CAPTURE_FAILED)
+            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5)
+            raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
+
+    def _verify(self, module: Any, entry: Entry, recording: Recording, call: Call, args: Any, kwargs: Any) -> Any:
+        """The first replay beside eager on the same inputs; equal to the bit, or this signature stays eager."""
+        pool = recording.pool
+        rng = pool.rng_state()
+        replayed = self._run(entry, recording, call)
+        pool.set_rng_state(rng)
+        output = self._eager(module, args, kwargs)
+        if same_bits(replayed, output):
+            entry.trusted = True
+            entry.replays += 1
+            entry.recent_replays += 1
+            self.memory.touch(entry, pool)
+            self._count(Route.REPLAY)
+        else:
+            self._lose(entry, recording)
+            entry.demote(Reason.VERIFY_FAILED)
+            self._count(Route.EAGER, Reason.VERIFY_FAILED)
+            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay differed from eager", CaptureWarning, stacklevel=4)
+        return output
+
+    def _lose(self, entry: Entry, recording: Recording) -> None:
+        self.memory.forget(entry, recording.pool)
+        entry.evict()
+
+    # -- for the door and the report
+
+    def __bool__(self) -> bool:
+        # peft takes a true `_compiled_call_impl` for torch.compile's and then refuses to prepare LoRA hot-swapping.
+        return False
+
+    def release(self) -> None:
+        """Drop everything that is recorded."""
+        self._fingerprint = None
+        for entry in self.entries.values():
+            if entry.recording is not None:
+                with entry.recording.pool.lock:
+                    self._lose(entry, entry.recording)
+        self.entries = {}
+
+    def forgive(self) -> None:
+        """Forget refusals and waits: what was refused may be tried again."""
+        for entry in self.entries.values():
+            entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._count_lock:
+            self._paused += 1
+        try:
+            yield
+        finally:
+            with self._count_lock:
+                self._paused -= 1
+
+    @contextmanager
+    def insisting(self) -> Iterator[None]:
+        self._insisting += 1
+        try:
+            yield
+        finally:
+            self._insisting -= 1
+
+    def _count(self, route: Route, reason: Reason | None = None) -> None:
+        with self._count_lock:
+            self.routes[route.value] += 1
+            if reason is not None:
+                self.reasons[reason.value] += 1
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two outputs have the same containers and the same bits, NaN's included."""
+    a_leaves, a_spec = flatten(a)
+    b_leaves, b_spec = flatten(b)
+    return a_spec == b_spec and all(map(_same_leaf, a_leaves, b_leaves))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            return False
+        return torch.equal(_bytes(a), _bytes(b))
+    return a is b or (type(a) is type(b) and a == b)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    tensor = next(module.parameters(), None)
+    if tensor is None:
+        tensor = next(module.buffers(), None)
+    device = torch.device("cpu") if tensor is None else tensor.device
+    if device.type not in SUPPORTED:
+        raise Refused(Reason.OFFLOAD if device.type == "meta" else Reason.UNSUPPORTED_INPUT, f"weights on {device}")
+    return device
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _distinct_tensors(leaves: list[Any]) -> list[torch.Tensor]:
+    return list({id(t): t for t in _tensors(leaves)}.values())

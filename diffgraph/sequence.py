@@ -1,0 +1,178 @@
+"""Segments and breaks in order: a sequence replays as one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from diffgraph.devices import Pool, Segment, new_pool
+from diffgraph.errors import HostValueChanged, OptionTypeError, ReplayError
+from diffgraph.tree import Spec, flatten
+
+
+class GraphSequence:
+    """What `breakable_graph` records and `replay` runs again.
+
+    Args:
+        pool: memory to share with another sequence, as its `.pool`; sequences of one pool replay one at a time, and what one
+            leaves in its tensors is overwritten by the next. Default: a pool of its own.
+        device: where to record; default the pool's device, else the current GPU, else the CPU.
+        poison: (CPU device) fill every intermediate with NaN before each replay, so that a fault of lifetime shows.
+
+    Example:
+        >>> x = torch.zeros(4)
+        >>> seq = diffgraph.GraphSequence(device="cpu")
+        >>> with diffgraph.breakable_graph(seq):
+        ...     y = x * 2 + 1
+        >>> _ = x.fill_(3)
+        >>> seq.replay()
+        >>> y.tolist()
+        [7.0, 7.0, 7.0, 7.0]
+    """
+
+    def __init__(
+        self, pool: Pool | None = None, *, device: torch.device | str | None = None, poison: bool = False
+    ) -> None:
+        if pool is not None and not isinstance(pool, Pool):
+            raise OptionTypeError(f"pool is {pool!r}; accepted: None or the `.pool` of another GraphSequence")
+        if pool is not None and device is not None and torch.device(device).type != pool.device.type:
+            raise OptionTypeError(f"the pool is on {pool.device}, the sequence was asked for on {device}")
+        self.pool = pool if pool is not None else new_pool(device, poison=poison)
+        self.steps: list[Segment | Break] = []
+        self.inference = False  # recorded in inference mode: what it made may only be written in it
+        self.held: dict[int, torch.Tensor] = {}  # by storage: read by a segment, and neither born in one nor a weight
+
+    @property
+    def segments(self) -> int:
+        return sum(isinstance(step, Segment) for step in self.steps)
+
+    @property
+    def breaks(self) -> int:
+        return sum(isinstance(step, Break) for step in self.steps)
+
+    def replay(self) -> None:
+        """Run everything again, on the current stream, reading and writing the tensors that were there when it was recorded.
+
+        Raises `HostValueChanged` when a break hands Python another value than the one the rest was recorded with, and whatever
+        a break raises. The tensors then hold the remains of an unfinished forward; the sequence itself can replay again.
+        """
+        if not self.steps:
+            raise ReplayError("nothing is recorded in this sequence: use `with breakable_graph(sequence)` first")
+        with self.pool.turn(), torch.inference_mode(self.inference), torch.no_grad():
+            if getattr(self.pool, "poison", False):
+                self._poison()
+            for step in self.steps:
+                step.replay()
+
+    def _poison(self) -> None:
+        for step in self.steps:
+            step.poison()  # type: ignore[union-attr]  # only the CPU device has a pool that poisons
+
+    def reset(self) -> None:
+        """Forget what was recorded and give its memory back."""
+        if self.steps:
+            self.pool.settle()
+        for step in self.steps:
+            step.reset()
+        self.steps = []
+        self.held = {}
+
+
+class Break:
+    """A call that runs eagerly between two segments.
+
+    What it returned is bound when it is recorded: a tensor to a boundary buffer that the next segment reads, anything else to
+    its value, which every replay must give again.
+    """
+
+    def __init__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name = name
+        self.fn = fn
+        self.args = args
+        self.kwargs = kwargs
+        self.spec: Spec = None
+        self.bindings: list[Binding] = []
+
+    def bind(self, spec: Spec, bindings: list[Binding]) -> None:
+        self.spec, self.bindings = spec, bindings
+
+    def replay(self) -> None:
+        leaves, spec = flatten(self.fn(*self.args, **self.kwargs))
+        if spec != self.spec:
+            raise HostValueChanged(f"{self.name} returned another structure than when it was recorded")
+        for binding, leaf in zip(self.bindings, leaves, strict=True):
+            binding.accept(leaf, self.name)
+
+    def poison(self) -> None:
+        for binding in self.bindings:
+            if isinstance(binding, Buffer):
+                binding.poison()
+
+    def reset(self) -> None:
+        self.args, self.kwargs, self.bindings = (), {}, []
+
+
+class Binding:
+    """How one leaf of a break's result reaches the next segment."""
+
+    def accept(self, leaf: Any, name: str) -> None:
+        raise NotImplementedError
+
+
+class Buffer(Binding):
+    """A tensor, copied to a fixed address in the pool."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def accept(self, leaf: Any, name: str) -> None:
+        t = self.tensor
+        if not isinstance(leaf, torch.Tensor) or leaf.shape != t.shape or leaf.dtype != t.dtype:
+            given = f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            raise HostValueChanged(f"{name} returned {given}; recorded with {tuple(t.shape)} {t.dtype}")
+        t.copy_(leaf)
+
+    def poison(self) -> None:
+        if self.tensor.is_floating_point() or self.tensor.is_complex():
+            self.tensor.fill_(float("nan"))
+
+
+class SameMemory(Binding):
+    """A tensor over memory that the break was given: already at a fixed address."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.place = _place(tensor)
+
+    def accept(self, leaf: Any, name: str) -> None:
+        if not isinstance(leaf, torch.Tensor) or _place(leaf) != self.place:
+            raise HostValueChanged(f"{name} returned its own input when it was recorded, and another tensor now")
+
+
+class HostTensor(Binding):
+    """A tensor that the break brought to the host, where Python may have read it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.value = tensor.clone()
+
+    def accept(self, leaf: Any, name: str) -> None:
+        v = self.value
+        if not isinstance(leaf, torch.Tensor) or leaf.dtype != v.dtype or not torch.equal(leaf, v):
+            raise HostValueChanged(f"{name} brought other values to the host than when it was recorded")
+
+
+class HostValue(Binding):
+    """A value that Python has seen: the rest of the recording was chosen by it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def accept(self, leaf: Any, name: str) -> None:
+        same = leaf is self.value or (type(leaf) is type(self.value) and (leaf == self.value) is True)
+        if not same:
+            raise HostValueChanged(f"{name} gave {leaf!r}; recorded with {self.value!r}")
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -1,0 +1,123 @@
+"""The capture signature: what must be equal for a recorded forward to be valid, as far as the call itself shows it."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from diffgraph.reasons import Reason
+from diffgraph.tree import LEAF, Spec, TooManyLeaves, flatten
+
+#: A call with more leaves is not worth a signature: it would cost more than the graph saves.
+MAX_LEAVES = 2048
+
+_BY_VALUE = (bool, int, str, bytes, complex, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NUMBERS = (int, float)
+
+
+class Refused(Exception):
+    """This call cannot take the recorded route; `reason` says why."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+
+
+class Signature(NamedTuple):
+    spec: Spec
+    leaves: tuple[Any, ...]
+    mode: tuple[Any, ...]
+
+    def without_numbers(self) -> Signature:
+        """The same with every number taken out: signatures that then are equal differ in host values alone."""
+        leaves = tuple((leaf[0],) if leaf[0] in _NUMBERS else leaf for leaf in self.leaves)
+        return self._replace(leaves=leaves)
+
+    def label(self, names: tuple[str, ...] = ()) -> str:
+        """For people: each tensor by its argument's name and shape. `names` are those of positional arguments."""
+        parts, leaves = [], iter(self.leaves)
+        (_, _, (positional, keywords)) = self.spec  # type: ignore[misc]
+        for i, child in enumerate(positional[2]):
+            parts += _describe(names[i] if i < len(names) else f"args[{i}]", child, leaves)
+        for name, child in zip(keywords[1], keywords[2], strict=True):
+            parts += _describe(name, child, leaves)
+        return " ".join(parts)
+
+
+class Call(NamedTuple):
+    """One call, flattened."""
+
+    leaves: list[Any]
+    spec: Spec
+    signature: Signature
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call:
+        """Raises `Refused` for what cannot be part of a signature, or does not lie on `device`."""
+        try:
+            leaves, spec = flatten((args, dict(sorted(kwargs.items()))), MAX_LEAVES)
+        except TooManyLeaves:
+            raise Refused(Reason.UNSUPPORTED_INPUT, f"more than {MAX_LEAVES} values in the arguments") from None
+        first: dict[int, int] = {}
+        described = tuple([_describe_leaf(i, leaf, device, first) for i, leaf in enumerate(leaves)])
+        return cls(leaves, spec, Signature(spec, described, _mode(device)))
+
+
+def _describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int]) -> tuple[Any, ...]:
+    if isinstance(leaf, torch.Tensor):
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
+            raise Refused(Reason.UNSUPPORTED_INPUT, f"a {type(leaf).__name__} of layout {leaf.layout}")
+        if leaf.device != device:
+            reason = Reason.CPU_INPUT if leaf.device.type == "cpu" else Reason.MULTI_DEVICE
+            raise Refused(reason, f"an input lies on {leaf.device}, the denoiser on {device}")
+        return torch.Tensor, leaf.shape, kept_strides(leaf), leaf.dtype, first.setdefault(id(leaf), i)
+    kind = type(leaf)
+    if kind is float:
+        return kind, leaf.hex()  # 0.0 and -0.0 differ, nan equals itself
+    if isinstance(leaf, _BY_VALUE) or kind is torch.Size or isinstance(leaf, type):
+        return kind, leaf
+    raise Refused(Reason.UNSUPPORTED_INPUT, f"a {kind.__module__}.{kind.__qualname__}, whose state cannot be compared")
+
+
+def kept_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides that a static input must keep so that the same kernels run (channels last, transposed); `None`: contiguous.
+
+    An expanded tensor (`timestep.expand(batch)`) or a slice has no dense layout to keep: it is copied into a contiguous one.
+    """
+    if tensor.is_contiguous():
+        return None
+    step = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != step:
+            return None
+        step *= size
+    return tensor.stride()
+
+
+def _mode(device: torch.device) -> tuple[Any, ...]:
+    """Global state that decides which kernels a forward launches."""
+    kind = device.type
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.allow_tf32,
+        _attention_backend(),
+    )
+
+
+def _attention_backend() -> Any:
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    return dispatch._AttentionBackendRegistry._active_backend if dispatch is not None else None
+
+
+def _describe(name: str, spec: Any, leaves: Any) -> list[str]:
+    if spec != LEAF:
+        return [text for i, child in enumerate(spec[2]) for text in _describe(f"{name}[{i}]", child, leaves)]
+    leaf = next(leaves)
+    return [f"{name}={'x'.join(map(str, leaf[1])) or 'scalar'}"] if leaf[0] is torch.Tensor else []

@@ -1,0 +1,93 @@
+"""Capture at start-up: run the shapes through the pipeline itself, so that what is recorded is what real calls will ask for."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from diffgraph.errors import CaptureError, ShapeError
+from diffgraph.memory import free_memory
+from diffgraph.prompts import prompt_arguments
+from diffgraph.runner import CaptureWarning, Runner
+from diffgraph.shapes import CaptureShape
+
+#: Enough for the two denoisers of a pipeline that switches between them midway, and the fewest that every scheduler takes.
+STEPS = 2
+_MIB = 2**20
+
+
+def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[CaptureShape]) -> None:
+    """Record every shape, largest first, so that the smaller ones fit into the memory of the larger.
+
+    Raises `ShapeError` with the pipeline's own words for a shape that it refuses. The pipeline, its scheduler and torch's random
+    numbers are afterwards as they were.
+    """
+    with ExitStack() as stack:
+        for runner in runners:
+            stack.enter_context(runner.insisting())
+        stack.enter_context(_untouched(pipe))
+        bar = stack.enter_context(tqdm(sorted(shapes, key=lambda s: s.size, reverse=True), desc="diffgraph capture"))
+        for shape in bar:
+            device = torch.device(getattr(pipe, "_execution_device", None) or pipe.device)
+            bar.set_postfix_str(f"{shape}, {free_memory(device) / _MIB:.0f} MiB free")
+            _run(pipe, shape)
+
+
+def _run(pipe: Any, shape: CaptureShape) -> None:
+    try:
+        with torch.no_grad():
+            pipe(**call_arguments(pipe, shape))
+    except ShapeError:
+        raise
+    except Exception as error:
+        raise ShapeError(f"{type(pipe).__name__} refuses the capture shape {shape}: {error}") from error
+
+
+def call_arguments(pipe: Any, shape: CaptureShape) -> dict[str, Any]:
+    """Keyword arguments for one short call of the pipeline at this shape, without decoding the picture.
+
+    What the shape does not say is left to the pipeline's own defaults, as a real call would. Raises `ShapeError` for a field that
+    the pipeline's call has no argument for.
+    """
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    wanted: dict[str, Any] = {"height": shape.height, "width": shape.width, "num_inference_steps": STEPS}
+    if shape.num_frames is not None:
+        wanted["num_frames"] = shape.num_frames
+    wanted.update(prompt_arguments(pipe, shape, accepted))
+    wanted.update(shape.inputs)
+    unknown = [name for name in wanted if name not in accepted]
+    if unknown:
+        raise ShapeError(
+            f"{type(pipe).__name__} takes no {', '.join(unknown)}, as capture shape {shape} asks; accepted: {', '.join(accepted)}"
+        )
+    if "output_type" in accepted:
+        wanted.setdefault("output_type", "latent")  # skips the VAE
+    if "generator" in accepted:
+        wanted.setdefault("generator", torch.Generator().manual_seed(0))
+    return wanted
+
+
+@contextmanager
+def _untouched(pipe: Any) -> Iterator[None]:
+    """Give the pipeline back as it was: a call leaves its scheduler, its progress bar and its private fields changed."""
+    before = dict(vars(pipe))
+    scheduler = before.get("scheduler")
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            if scheduler is not None:
+                vars(pipe)["scheduler"] = copy.deepcopy(scheduler)
+            vars(pipe)["_progress_bar_config"] = {**before.get("_progress_bar_config", {}), "disable": True}
+            yield
+        finally:
+            offload_hooks = vars(pipe).get("_all_hooks")  # re-installed by every call of an offloaded pipeline
+            vars(pipe).clear()
+            vars(pipe).update(before)
+            if offload_hooks is not None:
+                vars(pipe)["_all_hooks"] = offload_hooks

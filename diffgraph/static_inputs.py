@@ -1,0 +1,45 @@
+"""Static inputs: fixed addresses that a recording reads, filled from each call's live tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diffgraph.signature import Call, kept_strides
+from diffgraph.tree import Spec, unflatten
+
+
+class StaticInputs:
+    """One buffer per distinct tensor among a call's leaves: a tensor that is given twice stays one tensor."""
+
+    def __init__(self, call: Call) -> None:
+        self._spec: Spec = call.spec
+        self._at: list[int] = []  # where in the leaves each buffer's tensor stands
+        self.tensors: list[torch.Tensor] = []
+        self._leaves: list[Any] = list(call.leaves)
+        by_id: dict[int, torch.Tensor] = {}
+        with torch.inference_mode(False):  # or they could not be written outside inference mode
+            for i, leaf in enumerate(call.leaves):
+                if isinstance(leaf, torch.Tensor):
+                    if id(leaf) not in by_id:
+                        by_id[id(leaf)] = _buffer_for(leaf)
+                        self._at.append(i)
+                        self.tensors.append(by_id[id(leaf)])
+                    self._leaves[i] = by_id[id(leaf)]
+        self.copy_from(call.leaves)
+
+    def copy_from(self, leaves: list[Any]) -> None:
+        if self.tensors:
+            torch._foreach_copy_(self.tensors, [leaves[i] for i in self._at])
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments over the static buffers, in containers of their own."""
+        return unflatten(self._spec, self._leaves)
+
+
+def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
+    strides = kept_strides(tensor)
+    if strides is None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
