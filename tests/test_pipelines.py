@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pipelines
-from pipelines import _parts
+from pipelines import _parts, _vae
 
 STEPS = 2
 # Billions of parameters of the denoiser, as published
@@ -164,6 +164,26 @@ def test_the_full_size_is_the_published_one(family):
         height, width, *frames = map(int, shape.split("x"))
         assert height % 32 == width % 32 == 0  # SANA's VAE shrinks 32 times, the others 8 or 16 with their patches
         assert bool(frames) == (family == "wan")
+
+
+@every_family
+def test_the_full_recipe_draws_in_bfloat16(family, monkeypatch):
+    """`full` itself, with the tiny sizes in place of the published ones."""
+    module = pipelines.module(family)
+    monkeypatch.setattr(module, "DENOISER", {**module.DENOISER, **module.TINY})
+    if family == "sana":
+        monkeypatch.setattr(module, "VAE", {**module.VAE, **module.TINY_VAE})
+    elif hasattr(module, "VAE"):
+        monkeypatch.setattr(module, "VAE", {**module.VAE, **_vae.TINY_KL})
+    else:
+        monkeypatch.setattr(_vae, "FLUX", {**_vae.FLUX, **_vae.TINY_KL})
+        monkeypatch.setattr(_vae, "WAN", {**_vae.WAN, **_vae.TINY_WAN})
+    pipe = pipelines.build(family, "full", device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    assert denoiser(pipe).dtype is torch.bfloat16
+    picture = draw(pipe, **pipelines.inputs(family, pipe, height=64, width=128))
+    assert picture.shape[-3:] == (64, 128, 3)
+    assert picture.std() > 0.05
 
 
 @pytest.mark.parametrize("family", ["sd3", "pixart", "wan", "qwen_image"])

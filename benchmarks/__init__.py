@@ -1,0 +1,1 @@
+"""What diffgraph saves, measured: `python -m benchmarks.denoiser`, `.pipeline`, `.memory`. Results of machines: `results/`."""

@@ -1,0 +1,87 @@
+"""One denoiser call, as a pipeline makes it; the same call with new inputs; and how far two results are apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import pipelines
+from diffgraph import CaptureShape
+from diffgraph.pipeline import DENOISERS
+from diffgraph.runner import same_bits
+from diffgraph.tree import flatten, unflatten
+
+
+@dataclass
+class DenoiserCall:
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.module(*self.args, **self.kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @classmethod
+    def of(cls, pipe: Any, family: str, shape: str) -> DenoiserCall:
+        """The first call that `pipe` makes at `shape` (`512x512`, `480x832x17`)."""
+        module = next(m for m in (getattr(pipe, name, None) for name in DENOISERS) if m is not None)
+        seen: list[tuple[Any, Any]] = []
+
+        def note(_module: Any, args: Any, kwargs: Any) -> None:
+            if not seen:
+                seen.append(_map_tensors(torch.clone, (args, kwargs)))  # pipelines reuse what they pass
+
+        hook = module.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            pipe(**inputs(pipe, family, shape), num_inference_steps=2, output_type="latent")
+        finally:
+            hook.remove()
+        return cls(module, *seen[0])
+
+    def with_new_inputs(self, seed: int) -> DenoiserCall:
+        """Every floating tensor times 1 + noise: other numbers of the same kind, be they latents, timesteps or masks."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def renew(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor.clone()
+            noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+            return tensor.clone().mul_((1 + 0.25 * noise).to(tensor.dtype))
+
+        args, kwargs = _map_tensors(renew, (self.args, self.kwargs))
+        return DenoiserCall(self.module, args, kwargs)
+
+
+def inputs(pipe: Any, family: str, shape: str, **options: Any) -> dict[str, Any]:
+    """Arguments of a whole pipeline call at `shape`, prompt embeddings and a generator included."""
+    size = CaptureShape.parse(shape)
+    frames = {} if size.num_frames is None else {"num_frames": size.num_frames}
+    given = pipelines.inputs(family, pipe, height=size.height, width=size.width, **frames, **options)
+    return {**given, "generator": torch.Generator().manual_seed(options.get("seed", 0))}
+
+
+def difference(a: Any, b: Any) -> dict[str, Any]:
+    """Columns `max_abs_diff` (`None` where it is no number) and `equal`, to the bit."""
+    largest = max((float((x - y).abs().max()) for x, y in zip(_floats(a), _floats(b), strict=True)), default=0.0)
+    return {"max_abs_diff": largest if largest < float("inf") else None, "equal": same_bits(a, b)}
+
+
+def is_finite(output: Any) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in _floats(output))
+
+
+def _floats(obj: Any) -> list[torch.Tensor]:
+    return [leaf.double() for leaf in flatten(obj)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _map_tensors(fn: Any, obj: Any) -> Any:
+    """`obj` with `fn` applied to its tensors; one that stands there twice stays one tensor."""
+    leaves, spec = flatten(obj)
+    made: dict[int, Any] = {id(leaf): fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves}
+    return unflatten(spec, [made[id(leaf)] for leaf in leaves])

@@ -1,0 +1,199 @@
+"""One denoiser call: eager, as a breakable graph, and as one whole graph. One row a family, shape and mode."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from statistics import median
+from time import monotonic
+from typing import Any
+
+import torch
+
+import diffgraph
+import pipelines
+from benchmarks import _cli
+from benchmarks._calls import DenoiserCall, difference, is_finite
+from benchmarks._measure import MIB, call_ms, release, seconds, submit_ms
+from benchmarks._replay import boundaries, runner_work
+from benchmarks._results import Results, Row
+from benchmarks._table import table
+
+MODES = ("eager", "breakable", "full")
+WARM_UP = 3
+COLUMNS = {
+    "family": "family",
+    "shape": "shape",
+    "mode": "mode",
+    "ms": "ms",
+    "x eager": "ratio",
+    "submit ms": "submit_ms",
+    "runner ms": "runner_ms",
+    "segments": "segments",
+    "breaks": "breaks",
+    "capture s": "capture_s",
+    "pool MiB": "pool_mib",
+    "max |diff|": "max_abs_diff",
+    "bit-equal": "equal",
+    "": "note",
+}
+
+
+class Case:
+    """One family at one shape. Modes are visited forth and back (A B C C B A), so that drift favours none of them."""
+
+    def __init__(self, pipe: Any, family: str, shape: str, repeats: int) -> None:
+        self.pipe = pipe
+        self.repeats = -(-repeats // 2)  # a visit
+        self.call = DenoiserCall.of(pipe, family, shape)
+        self.new = [self.call.with_new_inputs(seed) for seed in (1, 2)]  # two, of which neither may overwrite the other
+        self.expected = [call() for call in self.new]
+        self.about = {"what": "denoiser", "family": family, "shape": shape, "dtype": str(self.call.module.dtype)[6:]}
+
+    def rows(self, modes: Sequence[str]) -> list[Row]:
+        rows: dict[str, Row] = {mode: self._blank(mode) for mode in modes}
+        times: dict[str, tuple[list[float], list[float]]] = {mode: ([], []) for mode in modes}
+        for mode in (*modes, *reversed(modes)):
+            if mode == "eager":
+                self._time(rows[mode], times[mode])
+            else:
+                self._visit(rows[mode], times[mode])
+        for mode, (calls, submits) in times.items():
+            if calls:
+                rows[mode] |= {"ms": median(calls), "submit_ms": median(submits), "repeats": len(calls)}
+        _compare(rows)
+        return list(rows.values())
+
+    def _blank(self, mode: str) -> Row:
+        columns = dict.fromkeys(("ms", "submit_ms", "segments", "breaks", "capture_s", "pool_mib", "max_abs_diff", "equal"))
+        note = None if all(map(is_finite, self.expected)) else "eager output is not finite"
+        return {**self.about, "mode": mode, **columns, "note": note}
+
+    def _visit(self, row: Row, times: tuple[list[float], list[float]]) -> None:
+        """Accelerate (a fresh pool), capture, time, restore."""
+        diffgraph.accelerate_pipeline(self.pipe, backend=row["mode"], verify=False)
+        try:
+            capture_s = capture_seconds(self.pipe, self.call)
+            report = diffgraph.report(self.pipe)
+            if capture_s is None:
+                row["note"] = ", ".join(report.reasons)
+                return
+            self._time(row, times)
+            if row["capture_s"] is None:
+                row |= {"capture_s": capture_s, "pool_mib": report.memory_bytes / MIB}
+                row |= {"segments": report.signatures[0].segments, "breaks": report.signatures[0].breaks}
+                row |= runner_work(self.call) | boundaries(self.call)
+        finally:
+            diffgraph.restore_pipeline(self.pipe)
+            release()
+
+    def _time(self, row: Row, times: tuple[list[float], list[float]]) -> None:
+        before = replays(self.pipe) if row["mode"] != "eager" else 0
+        found = [call() for call in self.new]
+        row |= worst(row, [difference(a, b) for a, b in zip(found, self.expected, strict=True)])
+        for _ in range(WARM_UP):
+            self.call()
+        times[0].extend(call_ms(self.call, self.repeats, self.call.device))
+        times[1].extend(submit_ms(self.call, self.repeats, self.call.device))
+        if row["mode"] != "eager":
+            wanted = len(self.new) + WARM_UP + 2 * self.repeats
+            assert replays(self.pipe) - before == wanted, f"not all were replays: {diffgraph.report(self.pipe)}"
+
+
+def capture_seconds(pipe: Any, call: DenoiserCall) -> float | None:
+    """Call until the call is recorded; how long that last one took. `None` when it stays eager."""
+    for _ in range(8):  # a model whose caches are still filling takes more than two
+        took = seconds(call, call.device)
+        if any(signature.captured for signature in diffgraph.report(pipe).signatures):
+            return took
+    return None
+
+
+def replays(pipe: Any) -> int:
+    return diffgraph.report(pipe).replays
+
+
+def worst(row: Row, differences: list[Row]) -> Row:
+    """Columns for the largest of all differences, those of an earlier visit included."""
+    if row["equal"] is not None:
+        differences = [*differences, row]
+    largest = [d["max_abs_diff"] for d in differences]
+    return {"max_abs_diff": None if None in largest else max(largest), "equal": all(d["equal"] for d in differences)}
+
+
+def _compare(rows: dict[str, Row]) -> None:
+    """How many times faster than eager; and for breakable, what it takes beyond one whole graph, and on what."""
+    ms = {mode: row["ms"] for mode, row in rows.items() if row["ms"]}
+    for mode in ms:
+        if "eager" in ms:
+            rows[mode]["ratio"] = ms["eager"] / ms[mode]
+    if "breakable" in ms and "full" in ms:
+        row = rows["breakable"]
+        row["over_full_ms"] = ms["breakable"] - ms["full"]
+        if row["breaks"]:
+            row["gap_us_a_break"] = (row["over_full_ms"] - row["boundary_copy_ms"]) / row["breaks"] * 1e3
+
+
+def explain(row: Row) -> str:
+    """A breakable row's difference to one whole graph, in words."""
+    return (
+        f"{row['family']} {row['shape']}: breakable takes {row['over_full_ms']:+.2f} ms ({row['over_full_ms'] / row['ms']:+.1%}) over one "
+        f"whole graph: {row['boundary_buffers']} boundary copies of {row['boundary_mib']:.1f} MiB in all, {row['boundary_copy_ms']:.2f} ms; "
+        f"the rest, {row['gap_us_a_break']:.1f} us at each of {row['breaks']} breaks, is launch gaps"
+    )
+
+
+@torch.no_grad()
+def family_rows(family: str, options: argparse.Namespace) -> list[Row]:
+    pipe = _cli.build(family, options)
+    shapes = options.shapes or default_shapes(family, options)
+    return [row for shape in shapes for row in Case(pipe, family, shape, options.repeats).rows(options.modes)]
+
+
+def default_shapes(family: str, options: argparse.Namespace) -> Sequence[str]:
+    """The smallest published one, where the host is the bottleneck."""
+    return pipelines.module(family).SHAPES[:1] if options.size == "full" else ["64x64"]
+
+
+def modes(text: str) -> list[str]:
+    unknown = [mode for mode in _cli.words(text) if mode not in MODES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; accepted: {', '.join(MODES)}")
+    return _cli.words(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _cli.parser(__doc__)
+    parser.add_argument("--families", type=_cli.families, default=list(pipelines.FAMILIES))
+    parser.add_argument("--shapes", type=_cli.words, help="512x512,480x832x17,... (default: the family's smallest)")
+    parser.add_argument("--modes", type=modes, default=list(MODES))
+    parser.add_argument("--repeats", type=int, default=15, help="timed calls a mode, at least")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no family after that time")
+    options = parser.parse_args(argv)
+    results = Results(options.out, options.device)
+    start, failed, rows = monotonic(), [], []
+    for family in options.families:
+        if options.budget is not None and monotonic() - start > options.budget:
+            print(f"time is up: {family} and what follows is not measured", file=sys.stderr)
+            break
+        try:
+            measured = family_rows(family, options)
+        except Exception:  # the next family may still be measured in the time that a GPU is lent for
+            traceback.print_exc()
+            failed.append(family)
+        else:
+            results.add(measured)
+            rows += measured
+        release()
+        print(f"{family}: done after {monotonic() - start:.0f} s", file=sys.stderr)
+    if rows:
+        print(f"{results.head['machine']}, {results.head['versions']}")
+        print(table(rows, COLUMNS))
+    print(*[explain(row) for row in rows if "gap_us_a_break" in row], sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,372 @@
+"""What only CUDA can show. `make test-gpu` runs it."""
+
+import threading
+
+import pytest
+import torch
+
+import diffgraph
+import pipelines
+from diffgraph.runner import same_bits
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.fail("the gpu tests need a CUDA device")
+    torch.manual_seed(0)
+    return torch.device("cuda")
+
+
+class Net(torch.nn.Module):
+    """Two linear layers with attention between them."""
+
+    def __init__(self, dim=64):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(dim, dim), torch.nn.Linear(dim, dim)
+
+    def forward(self, x):
+        h = self.a(x)
+        q = h.reshape(*h.shape[:-1], 4, -1).transpose(1, 2)
+        h = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(h.shape)
+        return self.b(torch.nn.functional.gelu(h)) + x
+
+
+def net(cuda, **options):
+    return diffgraph.accelerate_module(Net().to(cuda).eval(), **options)
+
+
+def eager(module, *args):
+    with diffgraph.paused(module), torch.no_grad():
+        return module(*args)
+
+
+def call(module, *args):
+    with torch.no_grad():
+        return module(*args)
+
+
+def test_a_replay_reads_new_inputs_and_runs_breaks_on_real_data(cuda):
+    x = torch.randn(8, 64, device=cuda)
+    layer = torch.nn.Linear(64, 64).to(cuda)
+    seen = []
+
+    @diffgraph.eager_on_graph
+    def middle(nested):
+        seen.append(nested["h"].sum().item())
+        return {"h": [nested["h"] * 2, None], "k": 3}
+
+    def forward():
+        out = middle({"h": layer(x).relu()})
+        return out["h"][0] + out["k"]
+
+    with torch.no_grad():
+        expected = forward()
+        sequence = diffgraph.GraphSequence(device=cuda)
+        with diffgraph.breakable_graph(sequence):
+            y = forward()
+        assert torch.equal(y, expected)
+        assert seen[0] == seen[1]
+        assert (sequence.segments, sequence.breaks) == (2, 1)
+        for _ in range(3):
+            x.normal_()
+            sequence.replay()
+            assert torch.equal(y, forward())
+            assert seen[-2] == seen[-1]
+
+
+def test_no_break_gives_one_plain_graph(cuda):
+    x = torch.randn(8, 64, device=cuda)
+    sequence = diffgraph.GraphSequence(device=cuda)
+    with diffgraph.breakable_graph(sequence):
+        y = x * 2
+    x.fill_(4)
+    sequence.replay()
+    assert (sequence.segments, sequence.breaks) == (1, 0)
+    assert torch.equal(y, torch.full_like(x, 8))
+
+
+def test_ops_that_cannot_be_recorded_become_breaks(cuda):
+    x = torch.randn(64, device=cuda)
+
+    def forward():
+        table = torch.tensor([1.0, 2.0, 3.0, 4.0], device=cuda)
+        positive = x[x > 0].sum()
+        y = x * table.repeat(16)
+        y[y < 0] = 0.5
+        return y + positive + float(table.sum().item()) + sum((x[:2] > 1e9).tolist())
+
+    sequence = diffgraph.GraphSequence(device=cuda)
+    with diffgraph.breakable_graph(sequence):
+        y = forward()
+    assert torch.equal(y, forward())
+    assert sequence.breaks >= 5
+    x.mul_(1.5)
+    sequence.replay()
+    assert torch.equal(y, forward())
+    x[0] = 2e9
+    with pytest.raises(diffgraph.HostValueChanged):
+        sequence.replay()
+
+
+@pytest.mark.parametrize("fault", ["python", "sync", "break"])
+def test_a_failed_capture_leaves_the_device_usable(cuda, fault):
+    x = torch.randn(16, device=cuda)
+
+    @diffgraph.eager_on_graph
+    def broken(t):
+        raise ValueError("in the break")
+
+    def forward():
+        y = torch.randn(16, device=cuda) + x
+        if fault == "python":
+            raise ValueError("in the forward")
+        if fault == "break":
+            broken(y)
+        torch.cuda.synchronize()  # not allowed while capturing: invalidates the capture
+        return y
+
+    state = torch.cuda.get_rng_state()
+    sequence = diffgraph.GraphSequence(device=cuda)
+    with pytest.raises((ValueError, RuntimeError)), diffgraph.breakable_graph(sequence):
+        forward()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    torch.randn(4, device=cuda)
+    torch.cuda.synchronize()
+    with diffgraph.breakable_graph(sequence):
+        y = torch.randn(16, device=cuda) * 0 + x
+    sequence.replay()
+    assert torch.equal(y, x)
+
+
+def test_dropout_draws_the_same_numbers_as_eager(cuda):
+    x = torch.ones(4096, device=cuda)
+    sequence = diffgraph.GraphSequence(device=cuda)
+    with diffgraph.breakable_graph(sequence):
+        y = torch.nn.functional.dropout(x, 0.5)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        sequence.replay()
+        sequence.replay()
+        torch.manual_seed(seed)
+        torch.nn.functional.dropout(x, 0.5)
+        assert torch.equal(y, torch.nn.functional.dropout(x, 0.5))
+
+
+@pytest.mark.parametrize("backend", ["breakable", "full", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_replays_the_bits_of_eager(cuda, backend, dtype):
+    module = diffgraph.accelerate_module(Net().to(cuda, dtype).eval(), backend=backend)
+    for _ in range(5):
+        x = torch.randn(2, 16, 64, device=cuda, dtype=dtype)
+        assert same_bits(call(module, x), eager(module, x))
+    report = diffgraph.report(module)
+    assert (report.captures, report.replays) == (1, 3)
+    assert report.signatures[0].breaks == (1 if backend == "breakable" else 0)
+
+
+@pytest.mark.parametrize("family", pipelines.FAMILIES)
+@pytest.mark.parametrize("backend", ["breakable", "full"])
+def test_every_family_keeps_its_pixels(cuda, family, backend):
+    pipe = pipelines.build(family, "tiny").to(cuda)
+    pipe.set_progress_bar_config(disable=True)
+
+    def latents(prompt, width, seed):
+        frames = {"num_frames": 5} if family == "wan" else {}
+        generator = torch.Generator("cuda").manual_seed(seed)
+        call = dict(height=64, width=width, num_inference_steps=4, generator=generator, output_type="latent", **frames)
+        return pipe(prompt, **call)[0].clone()
+
+    cases = [("a red cat", 64, 0), ("a big dog", 64, 1), ("a red cat", 96, 2), ("a big dog", 96, 3)]
+    expected = [latents(*case) for case in cases]
+    diffgraph.accelerate_pipeline(pipe, backend=backend)
+    for case, want in zip(cases, expected, strict=True):
+        assert torch.equal(latents(*case), want)
+    report = diffgraph.report(pipe)
+    if backend == "breakable" or report.captures:
+        assert report.replays > 0
+    assert "verify_failed" not in report.reasons
+    diffgraph.restore_pipeline(pipe)
+
+
+def test_threads_and_streams_share_one_pipe(cuda):
+    module = net(cuda)
+    inputs = [torch.randn(2, n, 64, device=cuda) for n in (16, 32) for _ in range(2)]
+    expected = [eager(module, x) for x in inputs]
+    for x in inputs:
+        call(module, x)
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work(x, want):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                if not torch.equal(call(module, x), want):
+                    wrong.append(x.shape)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert diffgraph.report(module).replays > 150
+
+
+def test_other_threads_work_while_a_capture_is_open(cuda):
+    stop, errors, done = threading.Event(), [], [0]
+
+    def disturb():
+        try:
+            while not stop.is_set():
+                event = torch.cuda.Event()
+                event.record()
+                event.query()
+                torch.randn(1024, 1024, device=cuda) @ torch.randn(1024, 1024, device=cuda)
+                torch.cuda.current_stream().synchronize()
+                done[0] += 1
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        for n in range(8, 40, 8):
+            module = net(cuda)
+            x = torch.randn(2, n, 64, device=cuda)
+            want = eager(module, x)
+            assert all(torch.equal(call(module, x), want) for _ in range(4))
+            assert diffgraph.report(module).replays == 2
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+    assert done[0] > 0
+
+
+def test_eviction_leaves_the_survivors_right_and_memory_flat(cuda):
+    module = net(cuda, max_graphs=2)
+    shapes = [(2, n, 64) for n in (64, 32, 16)]
+
+    def round_of_calls():
+        for shape in shapes:
+            x = torch.randn(shape, device=cuda)
+            for _ in range(3):
+                assert torch.equal(call(module, x), eager(module, x))
+
+    for _ in range(3):
+        round_of_calls()
+    torch.cuda.synchronize()
+    flat = torch.cuda.memory_allocated()
+    for _ in range(5):
+        round_of_calls()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= flat
+    assert sum(s.captured for s in diffgraph.report(module).signatures) <= 2
+
+
+def test_memory_comes_back_when_restored(cuda):
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    module = net(cuda)
+    x = torch.randn(64, 1024, 64, device=cuda)
+    for _ in range(3):
+        call(module, x)
+    assert diffgraph.report(module).memory_bytes > 0
+    diffgraph.restore_pipeline(module)
+    del module, x
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 32 * 2**20  # at most a cuBLAS workspace
+
+
+def test_weights_moved_to_the_cpu_and_back_are_seen(cuda):
+    module = net(cuda)
+    x = torch.randn(2, 16, 64, device=cuda)
+    for _ in range(3):
+        call(module, x)
+    module.cpu()
+    hog = [torch.full((64, 64), float("nan"), device=cuda) for _ in range(64)]
+    module.to(cuda)
+    want = eager(module, x)
+    assert all(torch.equal(call(module, x), want) for _ in range(4))
+    assert diffgraph.report(module).reasons["weights_changed"] == 1
+    del hog
+
+
+def test_a_cache_that_the_model_keeps_is_never_overwritten(cuda):
+    class OneSlot(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64)
+            self.slot = {}
+
+        def forward(self, x):
+            if x.shape[1] not in self.slot:
+                self.slot.clear()
+                self.slot[x.shape[1]] = torch.arange(x.shape[1], device=x.device)[:, None] * 0.1
+            return self.layer(x) + self.slot[x.shape[1]]
+
+    module = diffgraph.accelerate_module(OneSlot().to(cuda).eval())
+    inputs = [torch.randn(2, n, 64, device=cuda) for n in (16, 32)]
+    expected = [eager(module, x) for x in inputs]
+    for _ in range(6):
+        for x, want in zip(inputs, expected, strict=True):
+            assert torch.equal(call(module, x), want)
+
+
+def test_no_graph_is_opened_inside_somebody_elses_capture(cuda):
+    module = net(cuda)
+    x = torch.randn(2, 16, 64, device=cuda)
+    for _ in range(3):
+        want = call(module, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        y = module(x)
+    graph.replay()
+    assert torch.equal(y, want)
+    assert diffgraph.report(module).reasons["nested_capture"] == 1
+
+
+def test_running_out_of_memory_during_capture_gives_the_eager_result(cuda, monkeypatch):
+    module = net(cuda)
+    x = torch.randn(2, 16, 64, device=cuda)
+    want = call(module, x)
+    real, armed = torch.nn.functional.gelu, [True]
+
+    def gelu(t):
+        if torch.cuda.is_current_stream_capturing() and armed[0]:
+            armed[0] = False
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return real(t)
+
+    monkeypatch.setattr(torch.nn.functional, "gelu", gelu)
+    assert torch.equal(call(module, x), want)
+    report = diffgraph.report(module)
+    assert report.reasons["out_of_memory"] == 1
+    assert report.memory_bytes == 0
+
+
+def test_a_hundred_evictions_and_a_thousand_replays_leave_memory_flat(cuda):
+    module = net(cuda, max_graphs=1, verify=False)
+    xs = [torch.randn(2, n, 64, device=cuda) for n in (16, 32)]
+    wants = [eager(module, x) for x in xs]
+
+    def swap():
+        for x, want in zip(xs, wants, strict=True):
+            for _ in range(12):
+                assert torch.equal(call(module, x), want)
+
+    for _ in range(5):
+        swap()
+    torch.cuda.synchronize()
+    flat = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(50):
+        swap()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= flat[0]
+    assert torch.cuda.memory_reserved() <= flat[1] + 2 * 2**20
+    assert diffgraph.report(module).replays >= 1000
