@@ -1,1 +1,1 @@
-"""What diffgraph saves, measured: `python -m benchmarks.denoiser`, `.pipeline`, `.memory`. Results of machines: `results/`."""
+"""What diffgraph saves, measured: `python -m benchmarks.denoiser`, `.pipeline`, `.memory`; `results/` holds figures."""

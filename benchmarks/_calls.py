@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class DenoiserCall:
         return cls(module, *seen[0])
 
     def with_new_inputs(self, seed: int) -> DenoiserCall:
-        """Every floating tensor times 1 + noise: other numbers of the same kind, be they latents, timesteps or masks."""
+        """Every floating tensor times 1 + noise: latents, timesteps and masks become other ones of their kind."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def renew(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,8 +69,8 @@ def inputs(pipe: Any, family: str, shape: str, **options: Any) -> dict[str, Any]
 
 def difference(a: Any, b: Any) -> dict[str, Any]:
     """Columns `max_abs_diff` (`None` where it is no number) and `equal`, to the bit."""
-    largest = max((float((x - y).abs().max()) for x, y in zip(_floats(a), _floats(b), strict=True)), default=0.0)
-    return {"max_abs_diff": largest if largest < float("inf") else None, "equal": same_bits(a, b)}
+    largest = [float((x - y).abs().max()) for x, y in zip(_floats(a), _floats(b), strict=True)]
+    return {"max_abs_diff": max(largest) if all(map(isfinite, largest)) else None, "equal": same_bits(a, b)}
 
 
 def is_finite(output: Any) -> bool:

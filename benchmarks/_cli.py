@@ -9,14 +9,16 @@ import torch
 
 import pipelines
 
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     gpu = torch.cuda.is_available()
-    made.add_argument("--size", choices=("full", "tiny"), default="full" if gpu else "tiny", help="published size or tiny")
+    made.add_argument("--size", choices=("full", "tiny"), default="full" if gpu else "tiny")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
-    made.add_argument("--dtype", help="bfloat16, float32, ... (default: bfloat16 on a GPU, else float32)")
-    made.add_argument("--out", metavar="FILE.json", help="write the rows there; rows of earlier runs are kept or replaced")
+    made.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 for full, float32 for tiny")
+    made.add_argument("--out", metavar="FILE.json", help="write rows there; those of earlier runs are kept or replaced")
     return made
 
 
@@ -35,10 +37,10 @@ def families(text: str) -> list[str]:
 
 def build(family: str, options: argparse.Namespace) -> Any:
     """The pipeline, on the device, without progress bars."""
-    dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
+    given = {"dtype": getattr(torch, options.dtype)} if options.dtype else {}
     if options.size == "full":
-        pipe = pipelines.build(family, "full", device=options.device, dtype=dtype)
+        pipe = pipelines.build(family, "full", device=options.device, **given)
     else:
-        pipe = pipelines.build(family).to(options.device, dtype)
+        pipe = pipelines.build(family).to(options.device, **given)
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -32,7 +32,7 @@ def runner_work(call: DenoiserCall) -> dict[str, Any]:
 
 
 def boundaries(call: DenoiserCall) -> dict[str, Any]:
-    """The breaks by name, and the boundary buffers that each replay copies to: their number, bytes and time on the device."""
+    """The breaks by name, and the boundary buffers that each replay copies to: number, size, and time on the device."""
     _, recording = _recorded(call)
     breaks = [step for step in recording.sequence.steps if isinstance(step, Break)]
     buffers = [b.tensor for step in breaks for b in step.bindings if isinstance(b, Buffer)]

@@ -19,8 +19,8 @@ _KEY = ("what", "family", "shape", "mode")
 class Results:
     """`add` writes the file each time, so that a run that is cut short leaves what it has measured.
 
-    Rows of an existing file stay, unless one of the same what, family, shape and mode is added. Figures of two machines do not
-    belong under one name: such a file is refused, before anything is measured.
+    Rows of an existing file stay, unless one of the same what, family, shape and mode is added. Figures of two machines
+    do not belong under one name: such a file is refused, before anything is measured.
     """
 
     def __init__(self, path: str | None, device: str) -> None:

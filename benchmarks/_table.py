@@ -12,10 +12,9 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     cells = [list(columns), *[[_text(value) for value in line] for line in values]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     left = [all(value is None or isinstance(value, str) for value in column) for column in zip(*values, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(w) if to_left else cell.rjust(w) for cell, w, to_left in zip(line, widths, left, strict=True)).rstrip()
-        for line in cells
-    )
+    justify = [str.ljust if is_text else str.rjust for is_text in left]
+    lines = ["  ".join(to(cell, w) for to, cell, w in zip(justify, line, widths, strict=True)) for line in cells]
+    return "\n".join(map(str.rstrip, lines))
 
 
 def _text(value: Any) -> str:
@@ -24,5 +23,5 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if isinstance(value, float):
-        return "0" if value == 0 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
 
 from diffgraph.reasons import Reason
 
@@ -41,30 +42,34 @@ class Fingerprint:
         modules = list(module.modules())
         tables = [d for m in modules for d in (m._parameters, m._buffers) if d]
         self._weight_tables = [d for d in tables if all(map(_is_plain, d.values()))]
-        self._mixed_tables = [d for d in tables if not all(map(_is_plain, d.values()))]
+        slots = [(d, name) for d in tables if not all(map(_is_plain, d.values())) for name in d]
+        self._weight_slots = [(d, name) for d, name in slots if _is_plain(d[name])]
+        self._absent = [(d, name) for d, name in slots if d[name] is None]
+        self._composed = [(d, name) for d, name in slots if d[name] is not None and not _is_plain(d[name])]
         self._child_tables = [m._modules for m in modules if m._modules]
-        self._must_be_empty = [
-            d
-            for m in modules
-            for d in (m._parameters, m._buffers, m._modules, m._forward_hooks, m._forward_pre_hooks)
-            if not d
-        ]
+        self._hook_tables = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        # Of a torch.nn layer's forward we know what it reads.
+        own = [m for m in modules if not _is_torch_layer(m)]
+        self._must_be_empty = [d for m in own for d in (m._parameters, m._buffers, m._modules) if not d]
         readers = list(_readers(modules))
         self._owners = [owner for owner, _, _ in readers]
         self._reads = [(get, table) for _, get, table in readers]
         owned = [table for owner, _, table in readers if not isinstance(owner, torch.nn.Module)]
         self._attribute_tables = [m.__dict__ for m in modules] + owned
         self._weights = self._read_weights()
-        self._mixed = self._read_mixed()
+        self._composed_weights = self._read_composed()
         self._children = self._read_children()
         self._sizes = self._read_sizes()
         self._attributes = [_copied(values) for values in self._read_attributes()]
+        self._hooks_made = RemovableHandle.next_id
 
     def _read_weights(self) -> list[int]:
-        return list(map(_TENSOR_PTR, chain.from_iterable(map(dict.values, self._weight_tables))))
+        in_tables = chain.from_iterable(map(dict.values, self._weight_tables))
+        with torch._C.DisableTorchFunctionSubclass():  # every parameter is asked for an override else
+            return list(map(_TENSOR_PTR, chain(in_tables, [d[name] for d, name in self._weight_slots])))
 
-    def _read_mixed(self) -> list[Any]:
-        return [_address(t) for d in self._mixed_tables for t in d.values()]
+    def _read_composed(self) -> list[Any]:
+        return [_address(d[name]) for d, name in self._composed]
 
     def _read_children(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._child_tables)))
@@ -75,13 +80,27 @@ class Fingerprint:
     def _read_attributes(self) -> list[Any]:
         return [get(d) for get, d in self._reads]
 
+    def _hooked(self) -> bool:
+        """Whether a module has a hook. PyTorch numbers hooks as they are made: while none was made, none need be looked for."""
+        if RemovableHandle.next_id == self._hooks_made:
+            return False
+        made = RemovableHandle.next_id
+        if any(self._hook_tables):
+            return True
+        self._hooks_made = made
+        return False
+
     def change(self) -> Reason | None:
         """The kind of the first change found; `None` when everything is as it was."""
         try:
             if self._read_children() != self._children:
                 return self._tree_change()
-            if self._read_weights() != self._weights or self._read_mixed() != self._mixed:
+            if self._read_weights() != self._weights or self._read_composed() != self._composed_weights:
                 return Reason.WEIGHTS_CHANGED
+            if any(d[name] is not None for d, name in self._absent):
+                return Reason.WEIGHTS_CHANGED
+            if self._hooked():
+                return Reason.HOOKS_CHANGED
             if any(self._must_be_empty):
                 return self._filled_change()
             if self._read_attributes() != self._attributes:
@@ -101,11 +120,8 @@ class Fingerprint:
         return Reason.ADAPTER_CHANGED if any(map(_is_adapter, changed)) else Reason.WEIGHTS_CHANGED
 
     def _filled_change(self) -> Reason:
-        filled = next(d for d in self._must_be_empty if d)
-        values = list(filled.values())
-        if any(isinstance(v, torch.nn.Module) for v in values):
-            return Reason.ADAPTER_CHANGED if any(map(_is_adapter, values)) else Reason.WEIGHTS_CHANGED
-        return Reason.HOOKS_CHANGED if any(map(callable, values)) else Reason.WEIGHTS_CHANGED
+        values = next(d for d in self._must_be_empty if d).values()
+        return Reason.ADAPTER_CHANGED if any(map(_is_adapter, values)) else Reason.WEIGHTS_CHANGED
 
     def _attribute_change(self) -> Reason:
         for owner, (get, table), then in zip(self._owners, self._reads, self._attributes, strict=True):
@@ -172,6 +188,10 @@ def _is_object(value: Any) -> bool:
 def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Containers are copied, so that a change of their contents shows."""
     return tuple(v.copy() if type(v) in (list, dict, set) and len(v) <= _CONTAINER_LIMIT else v for v in values)
+
+
+def _is_torch_layer(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -92,7 +92,9 @@ def _breaks(value: Any) -> str | tuple[str, ...]:
 
 
 def _memory(value: Any) -> int | float | None:
-    accepted = "accepted: None, bytes (an int), text as in '4GiB', or a fraction of the device's memory (0 < float <= 1)"
+    accepted = (
+        "accepted: None, bytes (an int), text as in '4GiB', or a fraction of the device's memory (0 < float <= 1)"
+    )
     if value is None:
         return None
     if isinstance(value, str):

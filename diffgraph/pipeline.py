@@ -117,7 +117,9 @@ def accelerate_module(module: M, **options: Any) -> M:
         raise OptionTypeError(f"{type(module).__name__} is no torch.nn.Module; for a pipeline, use accelerate_pipeline")
     for name in ("capture_shapes", "components"):
         if name in options:
-            raise OptionTypeError(f"accelerate_module takes no {name}: there is no pipeline to run; call the module instead")
+            raise OptionTypeError(
+                f"accelerate_module takes no {name}: there is no pipeline to run; call the module instead"
+            )
     return accelerate_pipeline(module, **options)
 
 
@@ -168,7 +170,9 @@ def _denoisers(pipe: Any, components: Any) -> dict[str, torch.nn.Module]:
         return {type(pipe).__name__: pipe}
     names = DENOISERS if components == "denoiser" else components
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise OptionTypeError(f"components is {components!r}; accepted: 'denoiser' or a tuple of {', '.join(DENOISERS)}")
+        raise OptionTypeError(
+            f"components is {components!r}; accepted: 'denoiser' or a tuple of {', '.join(DENOISERS)}"
+        )
     for name in names:
         if name not in DENOISERS:
             raise NotYetError(f"component {name!r} is not built yet; accepted: {', '.join(DENOISERS)}")

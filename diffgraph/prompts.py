@@ -30,7 +30,9 @@ def prompt_arguments(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any]
     elif shape.batch > 1:
         per_prompt = next((n for n in ("num_images_per_prompt", "num_videos_per_prompt") if n in accepted), None)
         if per_prompt is None:
-            raise ShapeError(f"{type(pipe).__name__} makes one picture per prompt; give {shape.batch} prompts in inputs")
+            raise ShapeError(
+                f"{type(pipe).__name__} makes one picture per prompt; give {shape.batch} prompts in inputs"
+            )
         wanted[per_prompt] = shape.batch
     wanted.update(_guidance(pipe, shape, accepted, embedded))
     return wanted
@@ -41,7 +43,9 @@ def _guidance(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any], embed
         return {}
     name = next((n for n in _SCALES if n in accepted), None)
     if name is None:
-        raise ShapeError(f"{type(pipe).__name__} takes none of {', '.join(_SCALES)}, so capture shape {shape} cannot set cfg")
+        raise ShapeError(
+            f"{type(pipe).__name__} takes none of {', '.join(_SCALES)}, so capture shape {shape} cannot set cfg"
+        )
     if shape.guidance is False:
         return {name: _off(pipe)}
     scale = _ON if shape.guidance is True else float(shape.guidance)
@@ -75,17 +79,23 @@ def _prompt(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any]) -> dict
         if shape.prompt_length == least:
             return {"prompt": _WORD}
         if limit is None:
-            raise ShapeError(f"{type(pipe).__name__} pads every prompt to {least} tokens; {shape} asks for {shape.prompt_length}")
+            raise ShapeError(
+                f"{type(pipe).__name__} pads every prompt to {least} tokens; {shape} asks for {shape.prompt_length}"
+            )
         return {"prompt": _WORD, "max_sequence_length": shape.prompt_length - (least - limit)}
     words = 1 + shape.prompt_length - least
     if words >= 1 and _embedded_length(pipe, words, limit) == shape.prompt_length:
         return {"prompt": _WORD * words}
-    raise ShapeError(f"{type(pipe).__name__} made no prompt of {shape.prompt_length} tokens (the shortest: {least}), as {shape} asks")
+    raise ShapeError(
+        f"{type(pipe).__name__} made no prompt of {shape.prompt_length} tokens (the shortest: {least}), as {shape} asks"
+    )
 
 
 def _embedded_length(pipe: Any, words: int, limit: int | None) -> int:
     parameters = inspect.signature(pipe.encode_prompt).parameters
-    arguments: dict[str, Any] = {n: None for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    arguments: dict[str, Any] = {
+        n: None for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    }
     arguments["prompt"] = _WORD * words
     if limit is not None and "max_sequence_length" in parameters:
         arguments["max_sequence_length"] = limit

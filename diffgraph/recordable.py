@@ -25,7 +25,11 @@ def why_not_recordable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
             return f"it joins {' and '.join(sorted(kinds))}"
     if func in _INDEXING:
         # Tagged as of dynamic shape, but that is so for masks alone; assignment by mask is not tagged and waits for the host.
-        return "it indexes by a mask" if any(isinstance(x, torch.Tensor) and x.dtype in _MASKS for x in flatten(args[1])[0]) else None
+        return (
+            "it indexes by a mask"
+            if any(isinstance(x, torch.Tensor) and x.dtype in _MASKS for x in flatten(args[1])[0])
+            else None
+        )
     if torch.Tag.data_dependent_output in func.tags:
         return "its result is read by the host"
     if torch.Tag.dynamic_output_shape in func.tags:

@@ -50,7 +50,11 @@ def breakable_graph(sequence: GraphSequence) -> Iterator[None]:
 
 @contextmanager
 def record(
-    sequence: GraphSequence, *, weights: Iterable[torch.Tensor] = (), inputs: Iterable[torch.Tensor] = (), whole: bool = False
+    sequence: GraphSequence,
+    *,
+    weights: Iterable[torch.Tensor] = (),
+    inputs: Iterable[torch.Tensor] = (),
+    whole: bool = False,
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 

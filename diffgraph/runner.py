@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ from diffgraph.tree import flatten
 logger = logging.getLogger("diffgraph")
 
 #: Signatures that differ in a number alone and may be recorded side by side; more of them, and the number is one that keeps changing.
-MAX_NUMBER_VARIANTS = 8
+MAX_NUMBER_VARIANTS = 16
+#: More signatures than anybody uses: something in the call is another one each time.
+MAX_ENTRIES = 4096
 #: A recording that was dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
 PAYS_AFTER = 8
 FREE_TRIES = 4
@@ -91,6 +94,7 @@ class Runner:
         self.routes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.entries: dict[Signature, Entry] = {}
+        self._variants: Counter[Signature] = Counter()  # signatures by what they are without their numbers
         # What the recordings hold would otherwise keep the weights until the garbage collector finds the cycle.
         self._module = weakref.ref(module, lambda _: self.release())
         self.wrapped = module.__dict__.get("_compiled_call_impl")  # the user's own `module.compile()`
@@ -99,6 +103,8 @@ class Runner:
         self._refusal: Reason | None = None
         self._paused = 0
         self._insisting = 0  # inside `diffgraph.capture`: record at first sight
+        self._device = torch.device("cpu")
+        self._state_lock = threading.RLock()
         self._count_lock = threading.Lock()
 
     # -- the door
@@ -132,7 +138,8 @@ class Runner:
             raise Refused(Reason.PAUSED)
         if torch.is_grad_enabled():
             raise Refused(Reason.GRAD_ENABLED)
-        device = _device(module)
+        with self._state_lock:
+            device = self._check_state(module)
         if open_recorder() is not None or _capturing(device):
             raise Refused(Reason.NESTED_CAPTURE)
         call = Call.of(args, kwargs, device)
@@ -140,7 +147,6 @@ class Runner:
         with pool.lock:
             if pool.in_turn:  # a break of another recording of this pool called us
                 raise Refused(Reason.NESTED_CAPTURE)
-            self._check_state(module, pool)
             entry = self._entry(call.signature)
             route = self._route(entry)
             if route is Route.REPLAY:
@@ -151,50 +157,65 @@ class Runner:
 
     # -- deciding
 
-    def _check_state(self, module: torch.nn.Module, pool: Pool) -> None:
-        """Drop every recording when what it relies on has changed; raise `Refused` when nothing can be relied on."""
+    def _check_state(self, module: torch.nn.Module) -> torch.device:
+        """The device of the weights. Drops every recording when what it relies on has changed; raises `Refused` when nothing can
+        be relied on."""
         change = None if self._fingerprint is None else self._fingerprint.change()
         if self._fingerprint is None or change is not None:
             self._take_fingerprint(module)
-        if self._refusal is not None:
-            if change is not None:
-                self._drop_all(self._refusal)
-            raise Refused(self._refusal)
         if change is not None:
-            self._drop_all(change)
+            self._drop_all(self._refusal or change)
             logger.info("%s: recordings dropped: %s", self.name, change)
+        if self._refusal is not None:
+            raise Refused(self._refusal)
+        return self._device
 
     def _take_fingerprint(self, module: torch.nn.Module) -> None:
         self._fingerprint = Fingerprint(module)
         self._refusal = refusal(module)
+        tensor = next(chain(module.parameters(), module.buffers()), None)
+        self._device = torch.device("cpu") if tensor is None else tensor.device
+        if self._device.type not in SUPPORTED:
+            self._refusal = self._refusal or Reason.UNSUPPORTED_INPUT
 
     def _drop_all(self, reason: Reason) -> None:
-        for entry in self.entries.values():
-            lost = entry.lost if entry.recording is None else reason
+        for entry in list(self.entries.values()):
+            lost = entry.lost
             if entry.recording is not None:
-                self.memory.forget(entry, entry.recording.pool)
-            entry.evict()
-            entry.lost = lost
+                lost = reason
+                self._lose(entry, entry.recording)
+            entry.lost, entry.seen = lost, 0
             if entry.refused is not Reason.VERIFY_FAILED:  # that one is for good
                 entry.refused = None
 
     def _entry(self, signature: Signature) -> Entry:
+        """What is known of this signature; raises `Refused` when it is new and not to be recorded."""
         entry = self.entries.get(signature)
-        if entry is None:
-            entry = Entry(f"{self.name}: {signature.label(self._positional)}")
-            alike = signature.without_numbers()
-            if sum(other.without_numbers() == alike for other in self.entries) >= MAX_NUMBER_VARIANTS:
-                raise Refused(Reason.HOST_VALUE_CHANGED, "a number among the arguments is another one at each call")
-            self.entries[signature] = entry
+        if entry is not None:
+            return entry
+        if not self._may_capture():
+            raise Refused(Reason.UNSEEN_SIGNATURE)
+        alike = signature.without_numbers()
+        if self._variants[alike] >= MAX_NUMBER_VARIANTS:
+            for known, other in self.entries.items():  # those too will not come again
+                if other.recording is None and known.without_numbers() == alike:
+                    other.refused = Reason.HOST_VALUE_CHANGED
+            raise Refused(Reason.HOST_VALUE_CHANGED, "a number among the arguments is another one at each call")
+        if len(self.entries) >= MAX_ENTRIES:
+            raise Refused(Reason.UNSEEN_SIGNATURE, f"{MAX_ENTRIES} signatures are known already")
+        self._variants[alike] += 1
+        self.entries[signature] = entry = Entry(f"{self.name}: {signature.label(self._positional)}")
         return entry
+
+    def _may_capture(self) -> bool:
+        return self.options.capture == "on_demand" or self._insisting > 0
 
     def _route(self, entry: Entry) -> Route:
         if entry.recording is not None:
             return Route.REPLAY
         if entry.refused is not None:
             raise Refused(entry.refused)
-        on_demand = self.options.capture == "on_demand"
-        if not on_demand and not self._insisting:
+        if not self._may_capture():
             raise Refused(entry.lost or Reason.UNSEEN_SIGNATURE)
         return Route.CAPTURE if entry.seen >= (1 if self._insisting else entry.wait) else Route.EAGER
 
@@ -290,7 +311,9 @@ class Runner:
         except Exception as error:
             self._lose(entry, recording)
             entry.demote(Reason.CAPTURE_FAILED)
-            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5)
+            warnings.warn(
+                f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5
+            )
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
 
     def _verify(self, module: Any, entry: Entry, recording: Recording, call: Call, args: Any, kwargs: Any) -> Any:
@@ -310,12 +333,15 @@ class Runner:
             self._lose(entry, recording)
             entry.demote(Reason.VERIFY_FAILED)
             self._count(Route.EAGER, Reason.VERIFY_FAILED)
-            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay differed from eager", CaptureWarning, stacklevel=4)
+            warnings.warn(
+                f"diffgraph: {entry.label} runs eager: its replay differed from eager", CaptureWarning, stacklevel=4
+            )
         return output
 
     def _lose(self, entry: Entry, recording: Recording) -> None:
-        self.memory.forget(entry, recording.pool)
-        entry.evict()
+        with recording.pool.lock:
+            self.memory.forget(entry, recording.pool)
+            entry.evict()
 
     # -- for the door and the report
 
@@ -328,9 +354,9 @@ class Runner:
         self._fingerprint = None
         for entry in self.entries.values():
             if entry.recording is not None:
-                with entry.recording.pool.lock:
-                    self._lose(entry, entry.recording)
+                self._lose(entry, entry.recording)
         self.entries = {}
+        self._variants.clear()
 
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""
@@ -379,16 +405,6 @@ def _same_leaf(a: Any, b: Any) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _device(module: torch.nn.Module) -> torch.device:
-    tensor = next(module.parameters(), None)
-    if tensor is None:
-        tensor = next(module.buffers(), None)
-    device = torch.device("cpu") if tensor is None else tensor.device
-    if device.type not in SUPPORTED:
-        raise Refused(Reason.OFFLOAD if device.type == "meta" else Reason.UNSUPPORTED_INPUT, f"weights on {device}")
-    return device
 
 
 def _capturing(device: torch.device) -> bool:

@@ -14,7 +14,19 @@ from diffgraph.tree import LEAF, Spec, TooManyLeaves, flatten
 #: A call with more leaves is not worth a signature: it would cost more than the graph saves.
 MAX_LEAVES = 2048
 
-_BY_VALUE = (bool, int, str, bytes, complex, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_BY_VALUE = (
+    bool,
+    int,
+    str,
+    bytes,
+    complex,
+    type(None),
+    Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 _NUMBERS = (int, float)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class CudaSegment(Segment):
         self.pool = pool
         self.graph = torch.cuda.CUDAGraph()
         self.empty = False
+        self._random = _CapturedGenerator(torch.cuda.default_generators[pool.index])
         self._on_side_stream = torch.cuda.stream(pool.side_stream)
         self._on_side_stream.__enter__()
         try:
@@ -28,8 +29,12 @@ class CudaSegment(Segment):
         except BaseException:
             self._on_side_stream.__exit__(None, None, None)
             raise
+        self._random.lend()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            with self._random.at_hand():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def end(self) -> None:
@@ -39,21 +44,17 @@ class CudaSegment(Segment):
                 warnings.simplefilter("always")
                 self.graph.capture_end()
         except BaseException:
-            self.reset()
-            # The default generator still believes that it is capturing ("Offset increment outside graph capture").
-            generator = torch.cuda.default_generators[self.pool.index]
-            generator.graphsafe_set_state(generator.clone_state())
+            self.reset()  # and the lent state stays: the captured one believes for good that it is capturing
             raise
         finally:
             self._on_side_stream.__exit__(None, None, None)
+        self._random.give_back()
         # PyTorch warns of an empty graph. It is not replayed but kept: were it the pool's only one, the pool would die with it.
         self.empty = any("CUDA Graph is empty" in str(w.message) for w in caught)
 
     def abort(self) -> None:
-        try:
+        with suppress(RuntimeError):  # the failure that brought us here, once more
             self.end()
-        except RuntimeError:
-            pass  # the failure that brought us here, once more
         self.reset()
 
     def replay(self) -> None:
@@ -63,6 +64,38 @@ class CudaSegment(Segment):
     def reset(self) -> None:
         self.graph.reset()
         self.pool.segments.discard(self)
+
+
+class _CapturedGenerator:
+    """The default generator around an open segment.
+
+    PyTorch registers it with every capture, and from then on it fails in any other thread that draws from it ("Offset increment
+    outside graph capture"). So everybody else gets a copy of its state while the segment is open; an op that draws random numbers
+    inside the segment sees the captured one. What is left is the moment in which `capture_begin` runs.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._captured = generator.graphsafe_get_state()
+        self._lent = generator.clone_state()
+        self._before = self._lent.get_state()
+
+    def lend(self) -> None:
+        self._generator.graphsafe_set_state(self._lent)
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        self._generator.graphsafe_set_state(self._captured)
+        try:
+            yield
+        finally:
+            self.lend()
+
+    def give_back(self) -> None:
+        drawn_elsewhere = self._lent.get_state()
+        self._generator.graphsafe_set_state(self._captured)
+        if not torch.equal(drawn_elsewhere, self._before):
+            self._generator.set_state(drawn_elsewhere)
 
 
 class CudaPool(Pool):
@@ -150,4 +183,6 @@ class CudaPool(Pool):
         torch.cuda.set_rng_state(state[1], self.device)
 
     def replayable_rng(self, before: Any) -> bool:
-        return torch.equal(before[0], torch.get_rng_state())  # numbers drawn on the host are baked; the GPU's are registered
+        return torch.equal(
+            before[0], torch.get_rng_state()
+        )  # numbers drawn on the host are baked; the GPU's are registered

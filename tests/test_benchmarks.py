@@ -1,0 +1,114 @@
+"""The benchmarks on a CPU: every column is filled, results are bit-equal to eager, and the JSON adds up over runs."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import _table, denoiser, memory, pipeline
+
+COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
+TINY = ["--size", "tiny", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Kernels this small only wait for each other on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(benchmark, out, *options):
+    assert benchmark.main([*TINY, "--out", str(out), *options]) == 0
+    return read(out)["rows"]
+
+
+def read(out):
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def test_a_denoiser_call_is_measured_in_every_mode(tmp_path, capsys):
+    rows = run(denoiser, tmp_path / "new" / "cpu.json", "--families", "qwen_image,pixart", "--repeats", "3")
+    assert [(row["family"], row["mode"]) for row in rows] == [
+        (family, mode) for family in ("qwen_image", "pixart") for mode in denoiser.MODES
+    ]
+    for row in rows:
+        assert row.keys() >= COLUMNS
+        assert row["ms"] > 0 and row["submit_ms"] > 0 and row["ratio"] > 0
+        assert row["max_abs_diff"] == 0 and row["equal"] is True and row["note"] is None
+        if row["mode"] != "eager":
+            assert row["capture_s"] > 0 and row["pool_mib"] > 0
+            assert row["runner_ms"] == pytest.approx(sum(row["runner_parts_ms"].values()))
+            assert row["segments"] == row["breaks"] + 1 == row["boundary_buffers"] + 1
+    assert "launch gaps" in denoiser.explain(rows[1])
+    assert "qwen_image" in capsys.readouterr().out
+
+
+def test_rows_of_an_earlier_run_stay_or_are_replaced(tmp_path):
+    out = tmp_path / "cpu.json"
+    run(denoiser, out, "--families", "pixart", "--repeats", "1", "--modes", "eager,breakable")
+    rows = run(denoiser, out, "--families", "pixart", "--repeats", "4", "--modes", "breakable")
+    assert [(row["mode"], row["repeats"]) for row in rows] == [("eager", 2), ("breakable", 4)]
+    assert read(out)["machine"] == "CPU"
+    assert read(out)["versions"]["torch"] == torch.__version__
+
+
+def test_figures_of_another_machine_are_not_mixed_in(tmp_path):
+    out = tmp_path / "gpu.json"
+    before = json.dumps({"machine": "one NVIDIA H200", "versions": {}, "rows": []})
+    out.write_text(before, encoding="utf-8")
+    with pytest.raises(SystemExit, match="one NVIDIA H200"):
+        denoiser.main([*TINY, "--out", str(out)])
+    assert out.read_text(encoding="utf-8") == before
+
+
+def test_no_family_is_started_once_the_time_is_up(tmp_path, capsys):
+    assert denoiser.main([*TINY, "--budget", "-1"]) == 0
+    assert "qwen_image and what follows is not measured" in capsys.readouterr().err
+
+
+def test_a_family_that_fails_does_not_stop_the_next(tmp_path, monkeypatch):
+    real = denoiser.family_rows
+
+    def flaky(family, options):
+        if family == "flux":
+            raise RuntimeError("no memory")
+        return real(family, options)
+
+    monkeypatch.setattr(denoiser, "family_rows", flaky)
+    out = tmp_path / "cpu.json"
+    options = ["--families", "flux,pixart", "--repeats", "1", "--modes", "eager", "--out", str(out)]
+    assert denoiser.main([*TINY, *options]) == 1
+    assert [row["family"] for row in read(out)["rows"]] == ["pixart"]
+
+
+def test_the_whole_pipeline_is_measured_eager_and_breakable(tmp_path):
+    rows = run(pipeline, tmp_path / "cpu.json", "--shape", "64x64", "--steps", "3")
+    assert [row["mode"] for row in rows] == ["eager", "breakable"]
+    assert all(row.keys() >= COLUMNS and row["ms"] > 0 and row["first_s"] > 0 for row in rows)
+    breakable = rows[1]
+    assert breakable["equal"] is True and breakable["max_abs_diff"] == 0
+    assert breakable["signatures"] == breakable["routes"]["capture"] == 2  # true CFG: prompts of two lengths
+
+
+def test_sizes_share_a_pool_and_still_replay_to_the_bit(tmp_path):
+    rows = run(memory, tmp_path / "cpu.json", "--sizes", "64,96x64,96")
+    assert [row["shape"] for row in rows] == ["96x96", "96x64", "64x64"]
+    assert all(row.keys() >= COLUMNS and row["equal"] is True and row["max_abs_diff"] == 0 for row in rows)
+    assert rows[0]["over_largest"] == 1
+
+
+@pytest.mark.parametrize("options", [["--families", "qwen"], ["--modes", "fast"], ["--device", "tpu"]])
+def test_a_wrong_option_says_what_is_accepted(options, capsys):
+    with pytest.raises(SystemExit):
+        denoiser.main(options)
+    message = capsys.readouterr().err
+    assert "qwen_image" in message or "breakable" in message or "cuda" in message
+
+
+def test_a_table_aligns_text_left_and_numbers_right():
+    rows = [{"a": "x", "b": 1.25, "c": True}, {"a": "long", "b": 100.0, "c": None}]
+    lines = _table.table(rows, {"name": "a", "ms": "b", "ok": "c"}).splitlines()
+    assert lines == ["name    ms   ok", "x     1.25  yes", "long   100"]
