@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from time import monotonic
 from typing import Any
@@ -82,7 +82,7 @@ class Case:
                 row["note"] = ", ".join(reason for reason in report.reasons if reason != Reason.UNSEEN_SIGNATURE)
                 return
             self._time(row, times)
-            if row["capture_s"] is None:
+            if times[0] and row["capture_s"] is None:
                 row |= {"capture_s": capture_s, "pool_mib": report.memory_bytes / MIB}
                 row |= {"segments": report.signatures[0].segments, "breaks": report.signatures[0].breaks}
                 row |= runner_work(self.call) | boundaries(self.call)
@@ -96,11 +96,16 @@ class Case:
         row |= worst(row, [difference(a, b) for a, b in zip(found, self.expected, strict=True)])
         for _ in range(WARM_UP):
             self.call()
-        times[0].extend(call_ms(self.call, self.repeats, self.call.device))
-        times[1].extend(submit_ms(self.call, self.repeats, self.call.device))
+        calls = call_ms(self.call, self.repeats, self.call.device)
+        submits = submit_ms(self.call, self.repeats, self.call.device)
         if row["mode"] != "eager":
             wanted = len(self.new) + WARM_UP + 2 * self.repeats
-            assert replays(self.pipe) - before == wanted, f"not all were replays: {diffgraph.report(self.pipe)}"
+            missed = wanted - (replays(self.pipe) - before)
+            if missed:  # then they are no times of this mode
+                row["note"] = f"{missed} of {wanted} calls were not replays: {diffgraph.report(self.pipe).reasons}"
+                return
+        times[0].extend(calls)
+        times[1].extend(submits)
 
 
 def capture_seconds(pipe: Any, call: DenoiserCall) -> float | None:
@@ -142,18 +147,19 @@ def explain(row: Row) -> str:
     """A breakable row's difference to one whole graph, in words."""
     over = row["over_full_ms"]
     return (
-        f"{row['family']} {row['shape']}: breakable takes {over:+.2f} ms ({over / (row['ms'] - over):+.1%}) over one whole "
-        f"graph. {row['boundary_buffers']} boundary copies of {row['boundary_mib']:.1f} MiB in all take "
-        f"{row['boundary_copy_ms']:.2f} ms; the rest, {row['gap_us_a_break']:.1f} us at each of {row['breaks']} breaks, is "
-        "launch gaps."
+        f"{row['family']} {row['shape']}: breakable takes {over:+.2f} ms ({over / (row['ms'] - over):+.1%}) over one "
+        f"whole graph. {row['boundary_buffers']} boundary copies of {row['boundary_mib']:.1f} MiB in all take "
+        f"{row['boundary_copy_ms']:.2f} ms; the rest, {row['gap_us_a_break']:.1f} us at each of {row['breaks']} breaks, "
+        "is launch gaps."
     )
 
 
 @torch.no_grad()
-def family_rows(family: str, options: argparse.Namespace) -> list[Row]:
+def family_rows(family: str, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """The rows of each shape, as soon as they are measured."""
     pipe = _cli.build(family, options)
-    shapes = options.shapes or default_shapes(family, options)
-    return [row for shape in shapes for row in Case(pipe, family, shape, options.repeats).rows(options.modes)]
+    for shape in options.shapes or default_shapes(family, options):
+        yield Case(pipe, family, shape, options.repeats).rows(options.modes)
 
 
 def default_shapes(family: str, options: argparse.Namespace) -> Sequence[str]:
@@ -183,13 +189,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"time is up: {family} and what follows is not measured", file=sys.stderr)
             break
         try:
-            measured = family_rows(family, options)
+            for measured in family_rows(family, options):
+                results.add(measured)
+                rows += measured
         except Exception:  # the next family may still be measured in the time that a GPU is lent for
             traceback.print_exc()
             failed.append(family)
-        else:
-            results.add(measured)
-            rows += measured
         release()
         print(f"{family}: done after {monotonic() - start:.0f} s", file=sys.stderr)
     if rows:

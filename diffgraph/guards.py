@@ -11,7 +11,7 @@ Containers among the attributes are compared by content, one level deep. Not com
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -29,7 +29,7 @@ _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Set anew by diffusers at every call, and empty of meaning for a forward.
 _VOLATILE = frozenset({"_child_registries_cache", "_compiled_call_impl"})
 _CONTAINER_LIMIT = 256  # a longer list is compared by identity, to bound the cost of a call
-_TENSOR_PTR = torch.Tensor.data_ptr
+_TENSOR_PTR: Callable[[Any], int] = torch.Tensor.data_ptr
 
 
 class Fingerprint:
@@ -124,9 +124,8 @@ class Fingerprint:
         return Reason.ADAPTER_CHANGED if any(map(_is_adapter, values)) else Reason.WEIGHTS_CHANGED
 
     def _attribute_change(self) -> Reason:
-        for owner, (get, table), then in zip(self._owners, self._reads, self._attributes, strict=True):
-            if get(table) != then:
-                break
+        rows = zip(self._owners, self._reads, self._attributes, strict=True)
+        owner, (get, table), then = next(row for row in rows if row[1][0](row[1][1]) != row[2])
         keys = get.keys
         key = next(k for k, now, old in zip(keys, get(table), then, strict=True) if now is not old and now != old)
         if _is_adapter(owner):

@@ -191,15 +191,15 @@ def _serves(module: torch.nn.Module, pipe: Any) -> bool:
     return runner is not None and pipe in _owners[runner]
 
 
-def _runner(module: Any) -> Runner | None:
-    found = getattr(module, "__dict__", {}).get("_compiled_call_impl")
+def _runner(module: torch.nn.Module) -> Runner | None:
+    found = module.__dict__.get("_compiled_call_impl")
     return found if isinstance(found, Runner) else None
 
 
 def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
     candidates = [pipe] if isinstance(pipe, torch.nn.Module) else [getattr(pipe, name, None) for name in DENOISERS]
-    found = [(module, runner) for module in candidates if (runner := _runner(module)) is not None]
-    found = [(module, runner) for module, runner in found if pipe in _owners[runner]]
+    modules = [module for module in candidates if isinstance(module, torch.nn.Module)]
+    found = [(m, runner) for m in modules if (runner := _runner(m)) is not None and pipe in _owners[runner]]
     if not found:
         raise NotAcceleratedError(f"this {type(pipe).__name__} is not accelerated; call accelerate_pipeline first")
     return found

@@ -74,7 +74,7 @@ def _prompt(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any]) -> dict
     if shape.prompt_length is None:
         return {"prompt": _PROMPT}
     limit = accepted["max_sequence_length"].default if "max_sequence_length" in accepted else None
-    least, more = (_embedded_length(pipe, words, limit) for words in (1, 9))
+    least, more = (_embedded_length(pipe, _WORD * words, limit) for words in (1, 9))
     if least == more:  # padded to a fixed length, which the pipeline's own limit may set
         if shape.prompt_length == least:
             return {"prompt": _WORD}
@@ -83,20 +83,24 @@ def _prompt(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any]) -> dict
                 f"{type(pipe).__name__} pads every prompt to {least} tokens; {shape} asks for {shape.prompt_length}"
             )
         return {"prompt": _WORD, "max_sequence_length": shape.prompt_length - (least - limit)}
-    words = 1 + shape.prompt_length - least
-    if words >= 1 and _embedded_length(pipe, words, limit) == shape.prompt_length:
-        return {"prompt": _WORD * words}
+    a_word = max((more - least) // 8, 1)
+    guess = 1 + (shape.prompt_length - least) // a_word
+    for words in (guess, guess - 1, guess + 1):
+        for letters in ("", "b", "bc", "bcd"):  # where a word is several tokens
+            prompt = _WORD * words + letters
+            if words >= 0 and prompt and _embedded_length(pipe, prompt, limit) == shape.prompt_length:
+                return {"prompt": prompt}
     raise ShapeError(
-        f"{type(pipe).__name__} made no prompt of {shape.prompt_length} tokens (the shortest: {least}), as {shape} asks"
+        f"{type(pipe).__name__} made no prompt of {shape.prompt_length} tokens, as {shape} asks; '{_WORD}' makes {least}"
     )
 
 
-def _embedded_length(pipe: Any, words: int, limit: int | None) -> int:
+def _embedded_length(pipe: Any, prompt: str, limit: int | None) -> int:
     parameters = inspect.signature(pipe.encode_prompt).parameters
     arguments: dict[str, Any] = {
         n: None for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
     }
-    arguments["prompt"] = _WORD * words
+    arguments["prompt"] = prompt
     if limit is not None and "max_sequence_length" in parameters:
         arguments["max_sequence_length"] = limit
     with torch.no_grad():

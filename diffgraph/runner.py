@@ -29,11 +29,11 @@ from diffgraph.tree import flatten
 
 logger = logging.getLogger("diffgraph")
 
-#: Signatures that differ in a number alone and may be recorded side by side; more of them, and the number is one that keeps changing.
+#: Signatures that differ in a number alone and may be recorded side by side; more, and the number is one that keeps changing.
 MAX_NUMBER_VARIANTS = 16
 #: More signatures than anybody uses: something in the call is another one each time.
 MAX_ENTRIES = 4096
-#: A recording that was dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
+#: A recording dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
 PAYS_AFTER = 8
 FREE_TRIES = 4
 
@@ -76,7 +76,7 @@ class Entry:
 
     @property
     def wait(self) -> int:
-        """Eager calls to see before capturing: more and more where recordings do not last, so that they cannot cost more than they save."""
+        """Eager calls to see before capturing: more where recordings do not last, so that they cannot cost more than they save."""
         return 2 ** min(max(self.unpaid - FREE_TRIES, 0), 10)
 
     def demote(self, reason: Reason) -> None:

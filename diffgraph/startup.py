@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from diffgraph.errors import CaptureError, ShapeError
+from diffgraph.errors import ShapeError
 from diffgraph.memory import free_memory
 from diffgraph.prompts import prompt_arguments
-from diffgraph.runner import CaptureWarning, Runner
+from diffgraph.runner import Runner
 from diffgraph.shapes import CaptureShape
 
 #: Enough for the two denoisers of a pipeline that switches between them midway, and the fewest that every scheduler takes.

@@ -31,7 +31,7 @@ class StaticInputs:
 
     def copy_from(self, leaves: list[Any]) -> None:
         if self.tensors:
-            torch._foreach_copy_(self.tensors, [leaves[i] for i in self._at])
+            torch._foreach_copy_(self.tensors, [leaves[i] for i in self._at])  # pyright: ignore[reportPrivateImportUsage]
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments over the static buffers, in containers of their own."""

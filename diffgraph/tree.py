@@ -49,8 +49,8 @@ def _parts(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
         return kind, tuple(obj), obj.values()
     if isinstance(obj, tuple) and hasattr(kind, "_fields"):
         return kind, (), obj
-    if hasattr(kind, "__dataclass_fields__") and not isinstance(obj, type):
-        names = tuple(f.name for f in dataclasses.fields(obj))
+    if hasattr(kind, "__dataclass_fields__"):
+        names = tuple(f.name for f in dataclasses.fields(kind))
         return kind, names, [getattr(obj, name) for name in names]
     return None
 

@@ -29,7 +29,7 @@ class TapeSegment(Segment):
         self.ops: list[Op] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A parameter's data can be swapped under the same object (`module.to`), which a graph would not see: keep what it reads now.
+        # A parameter's data can be swapped under the same object (`module.to`), unseen by a graph: keep what it reads now.
         args, kwargs = map_leaves(_fixed, (args, kwargs))
         result = func(*args, **kwargs)
         read = {_storage(t) for t in _tensors((args, kwargs))}
