@@ -1,10 +1,12 @@
 """Is what was recorded still true? State that a call's arguments do not show.
 
 `Fingerprint` lays out what a recording relies on so that comparing it costs little: addresses of parameters and buffers, the
-module tree, forward hooks, and the plain attributes of modules and of the objects that they own (attention processors, hook
-registries), which hold LoRA scales, merged and disabled flags, IP-adapter scales, the attention backend and the training flag.
-Containers among the attributes are compared by content, one level deep. Not compared: what lies deeper, the contents of weights
-(a graph reads them afresh), and the settings of torch.nn's own layers (`eps`, `p`), of which only dropout's mode is.
+module tree, forward hooks, the classes (their methods and class attributes), and the plain attributes of modules and of the
+objects that they own (attention processors, hook registries), which hold LoRA scales, merged and disabled flags, IP-adapter
+scales, the attention backend and the training flag. Containers among the attributes are compared by content, and objects are
+followed, through containers and other objects, as deep as `_DEPTH`. Not compared: containers longer than `_CONTAINER_LIMIT`,
+objects without a `__dict__`, what functions and closures refer to, module globals, the contents of tensors (a graph reads them
+afresh) and of arrays, and whether a weight's memory is seen by another shape or stride than before.
 
 `refusal` says what cannot be trusted at all.
 """
@@ -12,10 +14,11 @@ Containers among the attributes are compared by content, one level deep. Not com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +32,15 @@ _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Set anew by diffusers at every call, and empty of meaning for a forward.
 _VOLATILE = frozenset({"_child_registries_cache", "_compiled_call_impl"})
 _CONTAINER_LIMIT = 256  # a longer list is compared by identity, to bound the cost of a call
+_DEPTH = 4  # of containers and objects below a module's attributes
+_CONTAINERS = torch.nn.ModuleList.__module__
+_HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)  # without a forward
+# A layer's record of its own weights' shapes; of a LoRA's, of what its `scaling` was computed from
+_UNREAD = frozenset({"in_features", "out_features", "in_channels", "out_channels", "num_embeddings", "embedding_dim"})
+_UNREAD_BY_PEFT = frozenset({"in_features", "out_features", "r", "lora_alpha", "kwargs", "is_target_conv_1d_layer"})
+_ATOMS = (str, int, float, type(None), torch.Tensor, torch.nn.Module, torch.dtype)
+_BASES = frozenset({object, torch.nn.Module})
+_HEAP_TYPE = 1 << 9  # of `__flags__`: a class written in Python, so one that can be changed
 _TENSOR_PTR: Callable[[Any], int] = torch.Tensor.data_ptr
 
 
@@ -40,7 +52,7 @@ class Fingerprint:
 
     def __init__(self, module: torch.nn.Module) -> None:
         modules = list(module.modules())
-        tables = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        self._state_tables = tables = [d for m in modules for d in (m._parameters, m._buffers) if d]
         self._weight_tables = [d for d in tables if all(map(_is_plain, d.values()))]
         slots = [(d, name) for d in tables if not all(map(_is_plain, d.values())) for name in d]
         self._weight_slots = [(d, name) for d, name in slots if _is_plain(d[name])]
@@ -48,20 +60,29 @@ class Fingerprint:
         self._composed = [(d, name) for d, name in slots if d[name] is not None and not _is_plain(d[name])]
         self._child_tables = [m._modules for m in modules if m._modules]
         self._hook_tables = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hook_tables += _global_hook_tables()
         # Of a torch.nn layer's forward we know what it reads.
         own = [m for m in modules if not _is_torch_layer(m)]
         self._must_be_empty = [d for m in own for d in (m._parameters, m._buffers, m._modules) if not d]
+        called = [m for m in modules if not isinstance(m, _HOLDERS)]
+        self._typed = [m for m in called if not _is_torch_layer(m)]
         readers = list(_readers(modules))
         self._owners = [owner for owner, _, _ in readers]
         self._reads = [(get, table) for _, get, table in readers]
         owned = [table for owner, _, table in readers if not isinstance(owner, torch.nn.Module)]
-        self._attribute_tables = [m.__dict__ for m in modules] + owned
+        self._attribute_tables = [m.__dict__ for m in called] + owned
+        classes = {base for obj in (*modules, *self._owners) for base in type(obj).__mro__} - _BASES
+        self._class_tables = [vars(c) for c in classes if c.__flags__ & _HEAP_TYPE]
         self._weights = self._read_weights()
         self._composed_weights = self._read_composed()
         self._children = self._read_children()
         self._sizes = self._read_sizes()
+        self._types = self._read_types()
+        self._class_attributes = self._read_class_attributes()
         self._attributes = [_copied(values) for values in self._read_attributes()]
         self._hooks_made = RemovableHandle.next_id
+        self._hooks = self._read_hooks()
+        self._had_hooks = any(self._hooks)
 
     def _read_weights(self) -> list[int]:
         in_tables = chain.from_iterable(map(dict.values, self._weight_tables))
@@ -80,15 +101,31 @@ class Fingerprint:
     def _read_attributes(self) -> list[Any]:
         return [get(d) for get, d in self._reads]
 
+    def _read_types(self) -> list[type]:
+        return list(map(type, self._typed))
+
+    def _read_class_attributes(self) -> list[Any]:
+        return list(chain.from_iterable([table.values() for table in self._class_tables]))
+
+    def _read_hooks(self) -> list[int]:
+        return list(map(len, self._hook_tables))
+
     def _hooked(self) -> bool:
-        """Whether a module has a hook. PyTorch numbers hooks as they are made: while none was made, none need be looked for."""
-        if RemovableHandle.next_id == self._hooks_made:
-            return False
+        """Whether hooks came or went. PyTorch numbers hooks as they are made: while there are none and none was made, none need
+        be looked for."""
         made = RemovableHandle.next_id
-        if any(self._hook_tables):
+        if made == self._hooks_made and not self._had_hooks:
+            return False
+        if self._read_hooks() != self._hooks:
             return True
         self._hooks_made = made
         return False
+
+    def state_versions(self) -> list[int]:
+        """How often the contents of each weight, and of each tensor among the attributes, were written."""
+        weights = [t for d in self._state_tables for t in d.values()]
+        owned = [v for row in self._attributes for v in row]
+        return [t._version for t in (*weights, *owned) if isinstance(t, torch.Tensor) and not t.is_inference()]
 
     def change(self) -> Reason | None:
         """The kind of the first change found; `None` when everything is as it was."""
@@ -106,6 +143,8 @@ class Fingerprint:
             if self._read_attributes() != self._attributes:
                 return self._attribute_change()
             if self._read_sizes() != self._sizes:
+                return Reason.ATTRIBUTES_CHANGED
+            if self._read_types() != self._types or self._read_class_attributes() != self._class_attributes:
                 return Reason.ATTRIBUTES_CHANGED
         except Exception:  # an attribute is gone, a tensor stands where a number stood: whatever it is, it is a change
             return Reason.ATTRIBUTES_CHANGED
@@ -163,34 +202,64 @@ def _readers(modules: list[torch.nn.Module]) -> Iterator[tuple[Any, _Reader, dic
         if keys:
             yield module, made.setdefault(keys, _Reader(keys)), module.__dict__
         for key in keys:
-            owned = module.__dict__[key]
-            if _is_object(owned) and id(owned) not in seen:
-                seen.add(id(owned))
+            for owned in _objects(module.__dict__[key], seen, _DEPTH):
                 names = tuple(k for k in owned.__dict__ if k not in _VOLATILE)
                 if names:
                     yield owned, made.setdefault(names, _Reader(names)), owned.__dict__
 
 
 def _attribute_names(module: torch.nn.Module) -> tuple[str, ...]:
-    if type(module).__module__.startswith("torch.nn.modules."):
-        # There are thousands, and what users change in them is the mode.
-        return ("training",) if isinstance(module, (_DropoutNd, _BatchNorm)) else ()
-    return tuple(k for k in module.__dict__ if k not in _MODULE_INTERNALS and k not in _VOLATILE)
+    if isinstance(module, _HOLDERS):
+        return ()  # what they hold is read from their tables
+    ignored = _VOLATILE
+    if _is_adapter(module):
+        ignored = ignored | _UNREAD_BY_PEFT
+    elif type(module).__module__.startswith("torch.nn.modules."):
+        # There are thousands: only what their forwards read.
+        ignored = ignored | _UNREAD
+        if not isinstance(module, (_DropoutNd, _BatchNorm)):
+            ignored = ignored | {"training"}
+    return tuple(k for k in module.__dict__ if k not in _MODULE_INTERNALS and k not in ignored)
+
+
+def _objects(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    """The objects with a state of their own that `value` is or leads to, each once."""
+    if isinstance(value, _ATOMS) or depth == 0:
+        return
+    if type(value) in (list, tuple, set, dict):
+        if len(value) <= _CONTAINER_LIMIT:
+            for item in value.values() if type(value) is dict else value:
+                yield from _objects(item, seen, depth - 1)
+    elif _is_object(value) and id(value) not in seen:
+        seen.add(id(value))
+        yield value
+        for item in list(value.__dict__.values()):
+            yield from _objects(item, seen, depth - 1)
 
 
 def _is_object(value: Any) -> bool:
     """An object with a state of its own; not a tensor, a module, a class, a function or a container."""
-    others = (torch.Tensor, torch.nn.Module, type, dict, list, tuple, FunctionType, MethodType, partial)
+    others = (torch.Tensor, torch.nn.Module, type, dict, list, tuple, FunctionType, MethodType, ModuleType, partial, Enum)
     return hasattr(value, "__dict__") and not isinstance(value, others)
 
 
 def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Containers are copied, so that a change of their contents shows."""
-    return tuple(v.copy() if type(v) in (list, dict, set) and len(v) <= _CONTAINER_LIMIT else v for v in values)
+    return tuple([_copy(value, _DEPTH) for value in values])
+
+
+def _copy(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if kind not in (list, dict, set, tuple) or len(value) > _CONTAINER_LIMIT or depth == 0:
+        return value
+    if kind is dict:
+        return {key: _copy(item, depth - 1) for key, item in value.items()}
+    return kind([_copy(item, depth - 1) for item in value])
 
 
 def _is_torch_layer(module: torch.nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
+    home = type(module).__module__
+    return home.startswith("torch.nn.modules.") and home != _CONTAINERS and not module._modules
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -227,6 +296,8 @@ _HOOK_REASONS = (
 
 def refusal(module: torch.nn.Module) -> Reason | None:
     """Why no recording of `module` in its present state could be trusted; `None` when one can."""
+    if any(_global_hook_tables()):
+        return Reason.HOOKS_CHANGED
     devices = set()
     for tensor in chain(module.parameters(), module.buffers()):
         devices.add(tensor.device)
@@ -241,6 +312,12 @@ def refusal(module: torch.nn.Module) -> Reason | None:
     if torch.device("meta") in devices:
         return Reason.OFFLOAD
     return Reason.MULTI_DEVICE if len(devices) > 1 else None
+
+
+def _global_hook_tables() -> list[dict[int, Any]]:
+    """Hooks that PyTorch calls for every module of the process."""
+    module = torch.nn.modules.module
+    return [module._global_forward_hooks, module._global_forward_pre_hooks]
 
 
 def _hook_refusal(module: torch.nn.Module) -> Reason | None:
