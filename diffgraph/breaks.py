@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,10 +64,12 @@ def _attention() -> Iterator[None]:
     """
     with ExitStack() as stack:
         functional = torch.nn.functional
-        stack.enter_context(_replaced(functional.__dict__, "scaled_dot_product_attention", "attention"))
+        sdpa = "scaled_dot_product_attention"
+        stack.enter_context(_replaced(functional.__dict__, sdpa, "attention", lambda: getattr(functional, sdpa)))
         registry = _registry()
         for backend in list(registry):
-            stack.enter_context(_replaced(registry, backend, f"attention ({getattr(backend, 'value', backend)})"))
+            name = f"attention ({getattr(backend, 'value', backend)})"
+            stack.enter_context(_replaced(registry, backend, name, partial(registry.__getitem__, backend)))
         yield
 
 
@@ -77,34 +80,32 @@ def _registry() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def _named(module: torch.nn.Module, name: str) -> Iterator[None]:
-    where, key, live = _resolve(module, name)
-    with _replaced(where, key, name, live):
+    holder, attribute = _resolve(module, name)
+    with _replaced(holder.__dict__, attribute, name, lambda: getattr(holder, attribute)):
         yield
 
 
-def _resolve(module: torch.nn.Module, name: str) -> tuple[dict[str, Any], str, Callable[..., Any] | None]:
-    """Where to patch: a submodule's instance attributes, or the module or class that holds a function."""
+def _resolve(module: torch.nn.Module, name: str) -> tuple[Any, str]:
+    """The object that holds what is named, and the attribute: a submodule's forward, or a Python module's function."""
     if name in dict(module.named_modules()) and name:
-        submodule = module.get_submodule(name)
-        return submodule.__dict__, "forward", submodule.forward
+        return module.get_submodule(name), "forward"
     path, _, attribute = name.rpartition(".")
     try:
         holder = importlib.import_module(path) if path else None
-    except ImportError:
+    except (ImportError, TypeError):  # TypeError: of a relative name
         holder = None
     if holder is not None and callable(getattr(holder, attribute, None)):
-        return holder.__dict__, attribute, None
+        return holder, attribute
     raise OptionError(
         f"breaks names {name!r}, which is neither a submodule of {type(module).__name__} nor a function 'package.module.name'"
     )
 
 
 @contextmanager
-def _replaced(where: dict[Any, Any], key: Any, name: str, original: Callable[..., Any] | None = None) -> Iterator[None]:
+def _replaced(where: dict[Any, Any], key: Any, name: str, live: Callable[[], Callable[..., Any]]) -> Iterator[None]:
     absent = key not in where  # a method of the class, reached through the instance
-    found = original if absent else where[key]
-    assert found is not None
-    where[key] = _break(name, (lambda: found) if absent else (lambda: where[key]), found)
+    found = live()
+    where[key] = _break(name, live, found)
     try:
         yield
     finally:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 from threading import RLock
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 
 from diffgraph import breaks as break_points
 from diffgraph.devices import Pool
+from diffgraph.errors import CaptureError
 from diffgraph.recorder import record
 from diffgraph.sequence import GraphSequence
-from diffgraph.signature import Call
+from diffgraph.signature import Call, is_constant
 from diffgraph.static_inputs import StaticInputs
 from diffgraph.tree import Spec, flatten, unflatten
 
@@ -56,9 +56,7 @@ class Recording:
     def outputs(self) -> Any:
         """Clones, in the forward's own containers: the next replay must not overwrite what this one returned."""
         made: dict[int, torch.Tensor] = {}
-        leaves = [
-            made.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves
-        ]
+        leaves = [made.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         return unflatten(self._spec, leaves)
 
     def _set_outputs(self, output: Any, is_born: Callable[[torch.Tensor], bool]) -> None:
@@ -109,9 +107,13 @@ def capture(
         whole = backend == "full"
         args, kwargs = inputs.call()
         weights = chain(module.parameters(), module.buffers())
-        with _CAPTURE_LOCK, break_points.placed(module, () if whole else breaks), _no_autocast_cache():
-            with record(sequence, weights=weights, inputs=inputs.tensors, whole=whole) as recorder:
-                output = forward(*args, **kwargs)
+        with (
+            _CAPTURE_LOCK,
+            break_points.placed(module, () if whole else breaks),
+            record(sequence, weights=weights, inputs=inputs.tensors, whole=whole) as recorder,
+        ):
+            output = forward(*args, **kwargs)
+            _check_outputs(output)
         recording.wrote_inputs = bool(recorder.written)
         recording._set_outputs(output, recorder.is_born)
         result = recording.outputs()
@@ -120,12 +122,10 @@ def capture(
         return recording, result
 
 
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Autocast keeps the weights that it has cast until its block ends: memory of the pool, held by somebody else."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
+def _check_outputs(output: Any) -> None:
+    for leaf in flatten(output)[0]:
+        if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
+            raise CaptureError(
+                f"the forward returned a {type(leaf).__qualname__}, which a replay cannot make anew; "
+                "accepted: tensors and constants, nested in tuples, lists, dicts and dataclasses"
+            )

@@ -13,13 +13,15 @@ afresh) and of arrays, and whether a weight's memory is seen by another shape or
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
 from itertools import chain
 from operator import itemgetter
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -29,9 +31,10 @@ from torch.utils.hooks import RemovableHandle
 from diffgraph.reasons import Reason
 
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
-# Set anew by diffusers at every call, and empty of meaning for a forward.
-_VOLATILE = frozenset({"_child_registries_cache", "_compiled_call_impl"})
+# Set anew by diffusers at every call, and empty of meaning for a forward; and a hook registry's own module.
+_VOLATILE = frozenset({"_child_registries_cache", "_compiled_call_impl", "_module_ref"})
 _CONTAINER_LIMIT = 256  # a longer list is compared by identity, to bound the cost of a call
+_CONTAINER_TYPES = frozenset({list, tuple, set, dict, OrderedDict, defaultdict, deque})
 _DEPTH = 4  # of containers and objects below a module's attributes
 _CONTAINERS = torch.nn.ModuleList.__module__
 _HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)  # without a forward
@@ -39,6 +42,8 @@ _HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, to
 _UNREAD = frozenset({"in_features", "out_features", "in_channels", "out_channels", "num_embeddings", "embedding_dim"})
 _UNREAD_BY_PEFT = frozenset({"in_features", "out_features", "r", "lora_alpha", "kwargs", "is_target_conv_1d_layer"})
 _ATOMS = (str, int, float, type(None), torch.Tensor, torch.nn.Module, torch.dtype)
+_PEFT = "peft."
+_HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward", "_diffusers_hook", "forward", "hooks")
 _BASES = frozenset({object, torch.nn.Module})
 _HEAP_TYPE = 1 << 9  # of `__flags__`: a class written in Python, so one that can be changed
 _TENSOR_PTR: Callable[[Any], int] = torch.Tensor.data_ptr
@@ -65,13 +70,16 @@ class Fingerprint:
         own = [m for m in modules if not _is_torch_layer(m)]
         self._must_be_empty = [d for m in own for d in (m._parameters, m._buffers, m._modules) if not d]
         called = [m for m in modules if not isinstance(m, _HOLDERS)]
-        self._typed = [m for m in called if not _is_torch_layer(m)]
+        # A strong reference to the root would be a cycle, which keeps its weights until the garbage collector comes.
+        self._root = weakref.ref(module)
+        self._typed = [m for m in called if m is not module and not _is_torch_layer(m)]
         readers = list(_readers(modules))
-        self._owners = [owner for owner, _, _ in readers]
+        self._owners = [type(owner) for owner, _, _ in readers]
         self._reads = [(get, table) for _, get, table in readers]
-        owned = [table for owner, _, table in readers if not isinstance(owner, torch.nn.Module)]
-        self._attribute_tables = [m.__dict__ for m in called] + owned
-        classes = {base for obj in (*modules, *self._owners) for base in type(obj).__mro__} - _BASES
+        owned = [(type(owner), table) for owner, _, table in readers if not isinstance(owner, torch.nn.Module)]
+        self._attribute_tables = [m.__dict__ for m in called] + [table for _, table in owned]
+        self._table_owners = [*map(type, called), *(kind for kind, _ in owned)]
+        classes = {base for kind in {*map(type, modules), *self._owners} for base in kind.__mro__} - _BASES
         self._class_tables = [vars(c) for c in classes if c.__flags__ & _HEAP_TYPE]
         self._weights = self._read_weights()
         self._composed_weights = self._read_composed()
@@ -87,7 +95,10 @@ class Fingerprint:
     def _read_weights(self) -> list[int]:
         in_tables = chain.from_iterable(map(dict.values, self._weight_tables))
         with torch._C.DisableTorchFunctionSubclass():  # every parameter is asked for an override else
-            return list(map(_TENSOR_PTR, chain(in_tables, [d[name] for d, name in self._weight_slots])))
+            try:
+                return list(map(_TENSOR_PTR, chain(in_tables, [d[name] for d, name in self._weight_slots])))
+            except TypeError:  # one is None now
+                return []
 
     def _read_composed(self) -> list[Any]:
         return [_address(d[name]) for d, name in self._composed]
@@ -102,7 +113,7 @@ class Fingerprint:
         return [get(d) for get, d in self._reads]
 
     def _read_types(self) -> list[type]:
-        return list(map(type, self._typed))
+        return [type(self._root()), *map(type, self._typed)]
 
     def _read_class_attributes(self) -> list[Any]:
         return list(chain.from_iterable([table.values() for table in self._class_tables]))
@@ -143,7 +154,7 @@ class Fingerprint:
             if self._read_attributes() != self._attributes:
                 return self._attribute_change()
             if self._read_sizes() != self._sizes:
-                return Reason.ATTRIBUTES_CHANGED
+                return self._size_change()
             if self._read_types() != self._types or self._read_class_attributes() != self._class_attributes:
                 return Reason.ATTRIBUTES_CHANGED
         except Exception:  # an attribute is gone, a tensor stands where a number stood: whatever it is, it is a change
@@ -156,7 +167,12 @@ class Fingerprint:
         now, then = self._read_children(), self._children
         different = {id(m) for m in now} ^ {id(m) for m in then}
         changed = [m for m in (*now, *then) if id(m) in different]
-        return Reason.ADAPTER_CHANGED if any(map(_is_adapter, changed)) else Reason.WEIGHTS_CHANGED
+        if any(map(_is_adapter, changed)):
+            return Reason.ADAPTER_CHANGED
+        rows = zip(self._owners, self._reads, self._attributes, strict=True)
+        adapters = (row for row in rows if row[0].__module__.startswith(_PEFT))
+        changed = any(get(table) != then for _, (get, table), then in adapters)  # one of several was deleted, say
+        return Reason.ADAPTER_CHANGED if changed else Reason.WEIGHTS_CHANGED
 
     def _filled_change(self) -> Reason:
         values = next(d for d in self._must_be_empty if d).values()
@@ -167,17 +183,25 @@ class Fingerprint:
         owner, (get, table), then = next(row for row in rows if row[1][0](row[1][1]) != row[2])
         keys = get.keys
         key = next(k for k, now, old in zip(keys, get(table), then, strict=True) if now is not old and now != old)
-        if _is_adapter(owner):
-            return Reason.ADAPTER_CHANGED
-        if key == "training":
-            return Reason.TRAINING
-        if key == "processor":
-            return Reason.PROCESSORS_CHANGED
-        if type(owner).__name__.endswith("Processor") or "AttnProcessor" in type(owner).__name__:
-            return Reason.ADAPTER_CHANGED if key == "scale" else Reason.PROCESSORS_CHANGED
-        if key in ("_hf_hook", "_old_forward", "forward", "hooks"):
-            return Reason.HOOKS_CHANGED
-        return Reason.ATTRIBUTES_CHANGED
+        return _kind_of_change(owner, key)
+
+    def _size_change(self) -> Reason:
+        sizes = zip(self._read_sizes(), self._sizes, self._table_owners, self._attribute_tables, strict=True)
+        owner, table = next((owner, table) for now, then, owner, table in sizes if now != then)
+        return _kind_of_change(owner, next((key for key in _HOOK_ATTRIBUTES if key in table), ""))
+
+
+def _kind_of_change(owner: type, key: str) -> Reason:
+    """Which kind of change it is when attribute `key` of an object of class `owner` has changed, or came or went."""
+    if owner.__module__.startswith(_PEFT):
+        return Reason.ADAPTER_CHANGED
+    if key == "training":
+        return Reason.TRAINING
+    if key == "processor":
+        return Reason.PROCESSORS_CHANGED
+    if owner.__name__.endswith("Processor") or "AttnProcessor" in owner.__name__:
+        return Reason.ADAPTER_CHANGED if key == "scale" else Reason.PROCESSORS_CHANGED
+    return Reason.HOOKS_CHANGED if key in _HOOK_ATTRIBUTES else Reason.ATTRIBUTES_CHANGED
 
 
 class _Reader:
@@ -187,10 +211,10 @@ class _Reader:
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.keys = keys
-        self._get = itemgetter(*keys) if len(keys) > 1 else None
+        self._get = itemgetter(*keys) if len(keys) > 1 else lambda table: tuple(table[key] for key in keys)
 
     def __call__(self, table: dict[str, Any]) -> tuple[Any, ...]:
-        return self._get(table) if self._get is not None else (table[self.keys[0]],)
+        return self._get(table)
 
 
 def _readers(modules: list[torch.nn.Module]) -> Iterator[tuple[Any, _Reader, dict[str, Any]]]:
@@ -204,8 +228,7 @@ def _readers(modules: list[torch.nn.Module]) -> Iterator[tuple[Any, _Reader, dic
         for key in keys:
             for owned in _objects(module.__dict__[key], seen, _DEPTH):
                 names = tuple(k for k in owned.__dict__ if k not in _VOLATILE)
-                if names:
-                    yield owned, made.setdefault(names, _Reader(names)), owned.__dict__
+                yield owned, made.setdefault(names, _Reader(names)), owned.__dict__
 
 
 def _attribute_names(module: torch.nn.Module) -> tuple[str, ...]:
@@ -226,9 +249,9 @@ def _objects(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     """The objects with a state of their own that `value` is or leads to, each once."""
     if isinstance(value, _ATOMS) or depth == 0:
         return
-    if type(value) in (list, tuple, set, dict):
+    if type(value) in _CONTAINER_TYPES:
         if len(value) <= _CONTAINER_LIMIT:
-            for item in value.values() if type(value) is dict else value:
+            for item in value.values() if isinstance(value, dict) else value:
                 yield from _objects(item, seen, depth - 1)
     elif _is_object(value) and id(value) not in seen:
         seen.add(id(value))
@@ -250,11 +273,11 @@ def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _copy(value: Any, depth: int) -> Any:
     kind = type(value)
-    if kind not in (list, dict, set, tuple) or len(value) > _CONTAINER_LIMIT or depth == 0:
+    if kind not in _CONTAINER_TYPES or len(value) > _CONTAINER_LIMIT or depth == 0:
         return value
-    if kind is dict:
+    if isinstance(value, dict):
         return {key: _copy(item, depth - 1) for key, item in value.items()}
-    return kind([_copy(item, depth - 1) for item in value])
+    return cast(Any, kind)([_copy(item, depth - 1) for item in value])
 
 
 def _is_torch_layer(module: torch.nn.Module) -> bool:
@@ -276,7 +299,7 @@ def _address(tensor: Any) -> Any:
 
 
 def _is_adapter(obj: Any) -> bool:
-    return type(obj).__module__.startswith("peft.")
+    return type(obj).__module__.startswith(_PEFT)
 
 
 # -- refusals

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diffgraph.ambient import Ambient
 from diffgraph.errors import CaptureError
 from diffgraph.recordable import why_not_recordable
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
+from diffgraph.tensors import bits_of, has_plain_memory, plain_parts, storage_of, tensors_in
 from diffgraph.tree import flatten, map_leaves, unflatten
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,18 +64,18 @@ def record(
 
     `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all.
     """
-    if sequence.steps:
-        raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
     if open_recorder() is not None or _foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
     recorder = Recorder(sequence, weights, inputs, whole)
-    sequence.inference = torch.is_inference_mode_enabled()
-    with sequence.pool.recording(), torch.no_grad():
+    with sequence.pool.recording(), torch.no_grad(), _no_autocast_cache():
+        if sequence.steps:
+            raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
+        sequence.ambient = Ambient.now(sequence.pool.device.type)
         rng = sequence.pool.rng_state()
         _open.recorder = recorder
         try:
             recorder.begin()
-            with recorder:
+            with recorder, _HostReads.seen():
                 yield recorder
             recorder.finish()
         except BaseException:
@@ -103,6 +107,17 @@ def _foreign_capture() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast keeps the weights that it has cast until its block ends: memory of the pool, held by somebody else."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
 class Recorder(TorchDispatchMode):
     """Sees every op of the capturing thread; keeps the open segment and what was born in the sequence so far."""
 
@@ -117,11 +132,12 @@ class Recorder(TorchDispatchMode):
         self.written: list[str] = []  # ops that wrote to an input
         self.failure: BaseException | None = None
         self._segment: Any = None
-        self._weights = {_storage(t) for tensor in weights for t in _plain(tensor)}
-        self._inputs = {_storage(t) for t in inputs}
+        self._weights = {storage_of(t) for tensor in weights for t in plain_parts(tensor)}
+        self._input_tensors = list(inputs)
+        self._inputs = {storage_of(t) for t in self._input_tensors}
         # A weak reference keeps a storage's identity from being given to another one.
         self._born: dict[int, StorageWeakRef] = {}
-        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []  # boundary buffer, the break's result
+        self._pending: list[tuple[torch.Tensor, Binding, torch.Tensor]] = []  # boundary buffer, its binding, the break's result
 
     # -- life of a segment
 
@@ -150,8 +166,8 @@ class Recorder(TorchDispatchMode):
             raise
         self.sequence.steps.append(segment)
         if not self.pool.runs_while_recording:
-            for buffer, result in self._pending:
-                buffer.copy_(result)
+            for _, binding, result in self._pending:
+                binding.accept(result, "")
             self._pending.clear()
             segment.replay()
 
@@ -176,31 +192,34 @@ class Recorder(TorchDispatchMode):
         for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
-                if any(_storage(t) in self._inputs for t in _tensors(value)):
+                if any(storage_of(t) in self._inputs for t in tensors_in(value)):
                     self.written.append(str(func))
 
     def _note_lifetimes(self, args: Any, kwargs: Any, result: Any) -> None:
-        read = _tensors((args, kwargs))
+        read = tensors_in((args, kwargs))
         for tensor in read:
             self._hold(tensor)
-        known = {_storage(t) for t in read}
-        for tensor in _tensors(result):
-            if _storage(tensor) not in known:
+        known = {storage_of(t) for t in read}
+        for tensor in tensors_in(result):
+            if storage_of(tensor) not in known:
                 self._bear(tensor)
 
     def _bear(self, tensor: torch.Tensor) -> None:
-        for plain in _plain(tensor):
-            if plain.device.type == self.pool.device.type:  # a host tensor is no memory of the pool
+        for plain in plain_parts(tensor):
+            # A host tensor is no memory of the pool, and a sparse one is held for as long as it is read.
+            if plain.device.type == self.pool.device.type and plain.layout == torch.strided:
                 reference = StorageWeakRef(plain.untyped_storage())
                 self._born[reference.cdata] = reference
 
     def is_born(self, tensor: torch.Tensor) -> bool:
-        return _storage(tensor) in self._born
+        return storage_of(tensor) in self._born
 
     def _hold(self, tensor: torch.Tensor) -> None:
-        key = _storage(tensor)
-        if key not in self._born and key not in self._weights:
-            self.sequence.held.setdefault(key, tensor)
+        for plain in plain_parts(tensor):
+            key = storage_of(plain)
+            if key not in self._born and key not in self._weights and key not in self.sequence.held:
+                # The memory, that is: `parameter.data = other` gives the parameter another.
+                self.sequence.held[key] = plain.detach() if plain.layout == torch.strided else plain
 
     def escaped(self) -> bool:
         """Whether memory born in this capture is still owned by somebody when the forward's result is gone.
@@ -220,71 +239,156 @@ class Recorder(TorchDispatchMode):
         """Close the segment, run `fn` on real data, open the next segment, and return what that segment will read."""
         if self.failure is not None:
             return fn(*args, **kwargs)
-        if self.whole:
-            raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")
-        self._close()
-        self.in_break = True
+        given, given_spec = flatten((args, kwargs))
         try:
-            result = fn(*args, **kwargs)
+            if self.whole:
+                raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")
+            self._close()
             step = Break(name, fn, *map_leaves(self._break_input, (args, kwargs)))
-            self.sequence.steps.append(step)
-            self._segment = self.pool.open_segment()
-            given = {_storage(t) for t in _tensors((args, kwargs))}
-            leaves, spec = flatten(result)
-            bound = [self._bind(leaf, given) for leaf in leaves]
+            ambient = Ambient.now(self.pool.device.type)
+            step.ambient = ambient if ambient != self.sequence.ambient else None
+            with self._inside_break(name):
+                result = fn(*args, **kwargs)
+                left, left_spec = flatten((args, kwargs))
+                if left_spec != given_spec or not all(map(operator.is_, left, given)):
+                    raise CaptureError(f"{name} changed a container it was given, which a replay cannot do for the caller")
+                self.sequence.steps.append(step)
+                self._segment = self.pool.open_segment()
+                leaves, spec = flatten(result)
+                bindings, leaves = self._bind(leaves, {storage_of(t) for t in tensors_in(given)})
         except BaseException as error:
             # If the forward swallows it, the path taken from here on is not one to replay: finish eagerly.
             self.failure = error
             raise
+        step.bind(spec, bindings)
+        return unflatten(spec, leaves)
+
+    @contextmanager
+    def _inside_break(self, name: str) -> Iterator[None]:
+        """Out of the way of what a break calls: it runs as if no capture were open (and may compile, which a mode prevents)."""
+        versions = [t._version for t in self._input_tensors]
+        self.in_break = True
+        try:
+            ours = _python_dispatch._get_current_dispatch_mode() is self
+            with _python_dispatch._pop_mode_temporarily() if ours else nullcontext():
+                yield
         finally:
             self.in_break = False
-        step.bind(spec, [binding for binding, _ in bound])
-        return unflatten(spec, [leaf for _, leaf in bound])
+        if versions != [t._version for t in self._input_tensors]:
+            self.written.append(name)
 
     def _break_input(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and _has_plain_memory(leaf) and self.is_born(leaf):
-            return self.pool.alias(leaf)
+        if isinstance(leaf, torch.Tensor) and has_plain_memory(leaf):
+            if self.is_born(leaf):
+                return self.pool.alias(leaf)
+            if type(leaf) is torch.Tensor:
+                return leaf.detach()  # the forward may give it another shape (`t_`)
         return leaf
 
-    def _bind(self, leaf: Any, given: set[int]) -> tuple[Binding, Any]:
-        """How a result is bound, and what the forward gets in its place."""
-        if not isinstance(leaf, torch.Tensor):
-            return HostValue(leaf), leaf
-        if leaf.device.type != self.pool.device.type:
-            return HostTensor(leaf), leaf
-        if not _has_plain_memory(leaf):
-            raise CaptureError(f"a break returned a {type(leaf).__name__}; accepted: plain dense tensors")
-        if _storage(leaf) in given:
-            return SameMemory(leaf), leaf
-        buffer = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-        self._bear(buffer)
-        if self.pool.runs_while_recording:
-            buffer.copy_(leaf)
-        else:
-            self._pending.append((buffer, leaf))
-        return Buffer(self.pool.alias(buffer)), buffer
+    def _bind(self, leaves: list[Any], given: set[int]) -> tuple[list[Binding], list[Any]]:
+        """How each leaf of a result is bound, and what the forward gets in its place."""
+        bindings: list[Binding] = []
+        replaced = list(leaves)
+        fresh: dict[int, list[int]] = {}  # by storage: where in the leaves its views are
+        for i, leaf in enumerate(leaves):
+            binding: Any = None
+            if not isinstance(leaf, torch.Tensor):
+                binding = HostValue(leaf)
+            elif leaf.device.type != self.pool.device.type:
+                binding = HostTensor(leaf)
+            elif not has_plain_memory(leaf):
+                raise CaptureError(f"a break returned a {_kind(leaf)}; accepted: plain dense tensors")
+            elif storage_of(leaf) in given:
+                binding = SameMemory(leaf)
+            else:
+                fresh.setdefault(storage_of(leaf), []).append(i)
+            bindings.append(binding)
+        for places in fresh.values():
+            views = [leaves[i] for i in places]
+            for i, result, buffer in zip(places, views, _buffers_for(views), strict=True):
+                self._bear(buffer)
+                bindings[i], replaced[i] = Buffer(self.pool.alias(buffer)), buffer
+                if self.pool.runs_while_recording:
+                    bindings[i].accept(result, "")
+                else:
+                    self._pending.append((buffer, bindings[i], result))
+        return bindings, replaced
 
 
-def _tensors(obj: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten(obj)[0] if isinstance(leaf, torch.Tensor)]
+class _HostReads:
+    """What reads a CPU tensor's memory without an op is a break too. On a GPU a tensor is brought to the host first: an op.
+
+    Patches, as a `TorchFunctionMode` makes torch's fused layers take another path. They are there while any thread records.
+    """
+
+    _names = ("tolist", "numpy")  # `__array__` calls numpy
+    _lock = threading.Lock()
+    _users = 0
+
+    @classmethod
+    @contextmanager
+    def seen(cls) -> Iterator[None]:
+        cls._count(1)
+        try:
+            yield
+        finally:
+            cls._count(-1)
+
+    @classmethod
+    def _count(cls, change: int) -> None:
+        with cls._lock:
+            cls._users += change
+            for name in cls._names:
+                if cls._users == 1 and change == 1:
+                    setattr(torch.Tensor, name, cls._stand_in(getattr(torch.Tensor, name)))
+                elif cls._users == 0:
+                    delattr(torch.Tensor, name)  # it is inherited
+
+    @staticmethod
+    def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            recorder = open_recorder()
+            # Not in the stack: an op's own implementation reads, or `repr` does.
+            listening = recorder in _python_dispatch._get_current_dispatch_mode_stack()
+            if recorder is not None and listening and not recorder.in_break and recorder.pool.device.type == "cpu":
+                recorder.run_break(f"Tensor.{original.__name__}", _content, (tensor,), {})
+            return original(tensor, *args, **kwargs)
+
+        return read
 
 
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that a tensor subclass (a quantised weight, say) is made of; a plain tensor is its own."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names = tensor.__tensor_flatten__()[0]  # type: ignore[operator]
-        return [plain for name in names for plain in _plain(getattr(tensor, name))]
-    return [tensor]
+def _content(tensor: torch.Tensor) -> bytes:
+    return bits_of(tensor).numpy().tobytes()
 
 
-def _has_plain_memory(tensor: torch.Tensor) -> bool:
-    plain_type = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain_type and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+def _buffers_for(views: list[torch.Tensor]) -> list[torch.Tensor]:
+    """New memory for views of one memory: same shapes, strides and dtypes, and overlapping as they do."""
+    with torch.inference_mode(False):  # or it could not be written outside inference mode
+        if len(views) == 1:
+            (t,) = views
+            return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)]
+        starts = [int(t.storage_offset()) * t.element_size() for t in views]
+        start = min(starts) // _ALIGNMENT * _ALIGNMENT
+        end = max(first + _extent(t) * t.element_size() for first, t in zip(starts, views, strict=True))
+        size = -(-(end - start) // _ALIGNMENT) * _ALIGNMENT
+        memory = torch.empty(size, dtype=torch.uint8, device=views[0].device)
+        return [
+            memory.view(t.dtype).as_strided(t.shape, t.stride(), (first - start) // t.element_size())
+            for first, t in zip(starts, views, strict=True)
+        ]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's memory; of the tensor itself where it has none of its own (sparse, subclass)."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
+_ALIGNMENT = 16  # of the widest dtype
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """From the first to the last element, in elements."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    lazy = tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
+    return "view that is conjugated or negated lazily" if lazy else f"{type(tensor).__name__} of {tensor.layout}"

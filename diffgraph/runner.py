@@ -8,13 +8,14 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 from diffgraph.capture import Recording, capture
 from diffgraph.devices import SUPPORTED, Pool
@@ -36,6 +37,10 @@ MAX_ENTRIES = 4096
 #: A recording dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
 PAYS_AFTER = 8
 FREE_TRIES = 4
+#: After so many changes of state without a replay between them, the runner looks again only after so many calls.
+MAX_CHANGES = 8
+MAX_REST = 16
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CaptureWarning(UserWarning):
@@ -55,6 +60,7 @@ class Entry:
         self.label = label
         self.recording: Recording | None = None
         self.trusted = False  # a replay was found equal to eager
+        self.doubted = False  # another signature's forward has since changed something that this one may rely on
         self.seen = 0  # eager calls since there was no recording that may serve as warm-up
         self.unpaid = 0  # recordings in a row that were dropped before they had paid for themselves
         self.replays = 0  # in all
@@ -71,12 +77,12 @@ class Entry:
             self.recording = None
             self.unpaid = 0 if self.recent_replays >= PAYS_AFTER else self.unpaid + 1
         self.seen = self.recent_replays = self.memory_bytes = 0
-        self.trusted = False
+        self.trusted = self.doubted = False
         self.lost = None
 
     @property
     def wait(self) -> int:
-        """Eager calls to see before capturing: more where recordings do not last, so that they cannot cost more than they save."""
+        """Eager calls to see before capturing: more where recordings do not last, or they would cost more than they save."""
         return 2 ** min(max(self.unpaid - FREE_TRIES, 0), 10)
 
     def demote(self, reason: Reason) -> None:
@@ -101,6 +107,9 @@ class Runner:
         self._positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._fingerprint: Fingerprint | None = None
         self._refusal: Reason | None = None
+        self._last_change = Reason.ATTRIBUTES_CHANGED
+        self._changes = 0  # seen without a replay between them
+        self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
         self._paused = 0
         self._insisting = 0  # inside `diffgraph.capture`: record at first sight
         self._device = torch.device("cpu")
@@ -133,6 +142,12 @@ class Runner:
     def _forward(self, module: torch.nn.Module) -> Any:
         return self.wrapped if self.wrapped is not None else module._call_impl
 
+    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward for recordings to keep: one bound to the module would keep its weights alive."""
+        module = self._module()
+        assert module is not None
+        return self._forward(module)(*args, **kwargs)
+
     def _recorded(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
             raise Refused(Reason.PAUSED)
@@ -140,7 +155,7 @@ class Runner:
             raise Refused(Reason.GRAD_ENABLED)
         with self._state_lock:
             device = self._check_state(module)
-        if open_recorder() is not None or _capturing(device):
+        if open_recorder() is not None or _capturing(device) or _intercepted():
             raise Refused(Reason.NESTED_CAPTURE)
         call = Call.of(args, kwargs, device)
         pool = self.memory.pool(device)
@@ -160,11 +175,20 @@ class Runner:
     def _check_state(self, module: torch.nn.Module) -> torch.device:
         """The device of the weights. Drops every recording when what it relies on has changed; raises `Refused` when nothing can
         be relied on."""
+        if self._rest > 0:
+            self._rest -= 1
+            if self._rest == 0:
+                self._drop_all(self._last_change)
+                self._fingerprint = None  # the next call starts from the state that it finds
+            raise Refused(self._last_change)
         change = None if self._fingerprint is None else self._fingerprint.change()
         if self._fingerprint is None or change is not None:
             self._take_fingerprint(module)
         if change is not None:
-            self._drop_all(self._refusal or change)
+            self._last_change = self._refusal or change
+            self._drop_all(self._last_change)
+            self._changes += 1
+            self._rest = MAX_REST if self._changes > MAX_CHANGES else 0
             logger.info("%s: recordings dropped: %s", self.name, change)
         if self._refusal is not None:
             raise Refused(self._refusal)
@@ -224,36 +248,62 @@ class Runner:
     def _warm_up(self, module: Any, entry: Entry, call: Call, pool: Pool, args: Any, kwargs: Any) -> Any:
         """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
         self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
-        versions = [t._version if not t.is_inference() else 0 for t in _tensors(call.leaves)]
+        fingerprint = self._fingerprint
+        state = fingerprint.state_versions() if fingerprint is not None else []
+        given = _contents(call.leaves)
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
         after, spec = flatten((args, dict(sorted(kwargs.items()))))
         changed_arguments = (
             spec != call.spec
-            or any(a is not b for a, b in zip(after, call.leaves, strict=True) if isinstance(b, torch.Tensor))
-            or versions != [t._version if not t.is_inference() else 0 for t in _tensors(call.leaves)]
+            or any(a is not b for a, b in zip(after, call.leaves, strict=True))
+            or not same_bits(given, _contents(call.leaves))
         )
         with pool.lock:
             if changed_arguments or not pool.replayable_rng(rng):
                 entry.demote(Reason.SIDE_EFFECTS)
-            elif self._fingerprint is not None and self._fingerprint.change() is not None:
-                # The forward set attributes: a cache that fills, which is over by the next call, or state, which is not.
-                self._take_fingerprint(module)
-                entry.escapes += 1
-                if entry.escapes > 2:
-                    entry.demote(Reason.SIDE_EFFECTS)
+            elif self._changed_state(module, entry):
+                pass
+            elif fingerprint is not None and fingerprint.state_versions() != state:
+                self._note_escape(entry)  # others read the tensor afresh
             else:
                 entry.seen += 1
         if self._insisting and entry.recording is None and entry.refused is None:
             return self._recorded(module, args, kwargs)
         return output
 
+    def _changed_state(self, module: torch.nn.Module, entry: Entry) -> bool:
+        """Whether the forward itself, while it ran eagerly, changed what recordings rely on: a cache that fills, which is over by
+        the next call, or state, which is not. What others have recorded may rely on what was there before."""
+        change = None if self._fingerprint is None else self._fingerprint.change()
+        if change is None:
+            return False
+        self._take_fingerprint(module)
+        self._note_escape(entry)
+        for other in list(self.entries.values()):
+            if other is entry or other.recording is None:
+                continue
+            # Most likely a cache that fills: then nothing need be recorded again, only compared.
+            if self.options.verify and change is Reason.ATTRIBUTES_CHANGED:
+                other.trusted, other.doubted = False, True
+            else:
+                self._lose(other, other.recording)
+                other.lost = change
+        return True
+
+    def _note_escape(self, entry: Entry) -> None:
+        entry.escapes += 1
+        if entry.escapes > 2:
+            if entry.recording is not None:
+                self._lose(entry, entry.recording)
+            entry.demote(Reason.SIDE_EFFECTS)
+
     def _capture(self, module: Any, entry: Entry, call: Call, pool: Pool, args: Any, kwargs: Any) -> Any:
         before = pool.bytes()
         try:
             recording, output = capture(
                 module,
-                self._forward(module),
+                self._run_forward,
                 call,
                 pool,
                 backend=self.options.backend,
@@ -272,13 +322,12 @@ class Runner:
                 live.copy_(static)
             recording.release()
             entry.demote(Reason.SIDE_EFFECTS)
-        elif recording.escaped or (self._fingerprint is not None and self._fingerprint.change() is not None):
-            # The result is right, but a cache of the model now holds what a replay would overwrite. It is full by now: once more.
+        elif self._changed_state(module, entry):
             recording.release()
-            self._take_fingerprint(module)
-            entry.escapes += 1
-            if entry.escapes > 2:
-                entry.demote(Reason.SIDE_EFFECTS)
+        elif recording.escaped:
+            # The result is right, but a cache of the model now holds what a replay would overwrite. It is full: once more.
+            recording.release()
+            self._note_escape(entry)
         else:
             entry.recording, entry.lost = recording, None
             entry.memory_bytes = pool.bytes() - before
@@ -292,6 +341,7 @@ class Runner:
         if not entry.trusted and self.options.verify:
             return self._verify(module, entry, recording, call, args, kwargs)
         output = self._run(entry, recording, call)
+        self._changes = 0
         self.memory.touch(entry, recording.pool)
         entry.replays += 1
         entry.recent_replays += 1
@@ -299,8 +349,10 @@ class Runner:
         return output
 
     def _run(self, entry: Entry, recording: Recording, call: Call) -> Any:
+        rng = recording.pool.rng_state()
         try:
-            return recording.run(call.leaves)
+            with _undone(lambda: recording.pool.set_rng_state(rng)):  # what an unfinished replay drew, eager draws again
+                return recording.run(call.leaves)
         except HostValueChanged as changed:
             self._lose(entry, recording)
             entry.lost = Reason.HOST_VALUE_CHANGED
@@ -323,12 +375,19 @@ class Runner:
         replayed = self._run(entry, recording, call)
         pool.set_rng_state(rng)
         output = self._eager(module, args, kwargs)
-        if same_bits(replayed, output):
-            entry.trusted = True
+        same = same_bits(replayed, output)
+        if self._changed_state(module, entry) and entry.recording is None:
+            self._count(Route.EAGER, Reason.SIDE_EFFECTS)
+        elif same:
+            entry.trusted, entry.doubted = True, False
             entry.replays += 1
             entry.recent_replays += 1
             self.memory.touch(entry, pool)
             self._count(Route.REPLAY)
+        elif entry.doubted:
+            self._lose(entry, recording)
+            entry.lost = Reason.SIDE_EFFECTS
+            self._count(Route.EAGER, Reason.SIDE_EFFECTS)
         else:
             self._lose(entry, recording)
             entry.demote(Reason.VERIFY_FAILED)
@@ -360,6 +419,7 @@ class Runner:
 
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""
+        self._changes = self._rest = 0
         for entry in self.entries.values():
             entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
 
@@ -388,6 +448,16 @@ class Runner:
                 self.reasons[reason.value] += 1
 
 
+@contextmanager
+def _undone(undo: Callable[[], None]) -> Iterator[None]:
+    """Call `undo` when what is inside raises."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two outputs have the same containers and the same bits, NaN's included."""
     a_leaves, a_spec = flatten(a)
@@ -399,12 +469,14 @@ def _same_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             return False
-        return torch.equal(_bytes(a), _bytes(b))
+        # What has no plain memory is not compared but taken for different: sparse tensors, subclasses.
+        plain = a.layout == b.layout == torch.strided and type(a) in _PLAIN and type(b) in _PLAIN
+        return plain and torch.equal(_bytes(a), _bytes(b))
     return a is b or (type(a) is type(b) and a == b)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -413,6 +485,19 @@ def _capturing(device: torch.device) -> bool:
 
 def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _contents(leaves: list[Any]) -> list[Any]:
+    """What shows whether tensors are written: their version, or what they hold where they have none."""
+    return [t.clone() if t.is_inference() else t._version for t in _tensors(leaves)]
+
+
+def _intercepted() -> bool:
+    """Whether somebody sees, and may change, what torch is asked to do: a replay would pass them by."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() > 0 else []
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def _distinct_tensors(leaves: list[Any]) -> list[torch.Tensor]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from diffgraph.devices import Pool, Segment, new_pool
-from diffgraph.errors import HostValueChanged, OptionTypeError, ReplayError
+from diffgraph.ambient import Ambient
+from diffgraph.devices import Pool, Segment, known_device, new_pool
+from diffgraph.errors import HostValueChanged, OptionError, OptionTypeError, ReplayError
+from diffgraph.tensors import bits_of
 from diffgraph.tree import Spec, flatten
 
 
@@ -32,16 +36,18 @@ class GraphSequence:
         [7.0, 7.0, 7.0, 7.0]
     """
 
-    def __init__(
-        self, pool: Pool | None = None, *, device: torch.device | str | None = None, poison: bool = False
-    ) -> None:
+    def __init__(self, pool: Pool | None = None, *, device: torch.device | str | None = None, poison: bool = False) -> None:
         if pool is not None and not isinstance(pool, Pool):
             raise OptionTypeError(f"pool is {pool!r}; accepted: None or the `.pool` of another GraphSequence")
-        if pool is not None and device is not None and torch.device(device).type != pool.device.type:
+        if pool is None:
+            pool = new_pool(device, poison=poison)
+        elif device is not None and not _lies_on(known_device(device), pool.device):
             raise OptionTypeError(f"the pool is on {pool.device}, the sequence was asked for on {device}")
-        self.pool = pool if pool is not None else new_pool(device, poison=poison)
+        elif poison and not getattr(pool, "poison", False):
+            raise OptionError("poison=True, and the pool does not poison; accepted: the pool of a sequence that does")
+        self.pool = pool
         self.steps: list[Segment | Break] = []
-        self.inference = False  # recorded in inference mode: what it made may only be written in it
+        self.ambient = Ambient.now(self.pool.device.type)  # in which it was recorded
         self.held: dict[int, torch.Tensor] = {}  # by storage: read by a segment, and neither born in one nor a weight
 
     @property
@@ -57,15 +63,17 @@ class GraphSequence:
 
         Raises `HostValueChanged` when a break hands Python another value than the one the rest was recorded with, and whatever
         a break raises. The tensors then hold the remains of an unfinished forward; the sequence itself can replay again.
+        Inference mode and autocast are those of the recording, whatever they are around the replay.
         """
         if not self.steps:
             raise ReplayError("nothing is recorded in this sequence: use `with breakable_graph(sequence)` first")
-        with self.pool.turn(), torch.inference_mode(self.inference), torch.no_grad():
+        with self.pool.turn(), self.ambient.precision(), torch.no_grad():
             if getattr(self.pool, "poison", False):
                 self._poison()
             for step in self.steps:
                 step.replay()
 
+    @torch.inference_mode()  # or what was made in it could not be written
     def _poison(self) -> None:
         for step in self.steps:
             step.poison()  # type: ignore[union-attr]  # only the CPU device has a pool that poisons
@@ -92,6 +100,7 @@ class Break:
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
+        self.ambient: Ambient | None = None  # where the forward had set it otherwise than the rest of the sequence
         self.spec: Spec = None
         self.bindings: list[Binding] = []
 
@@ -99,7 +108,8 @@ class Break:
         self.spec, self.bindings = spec, bindings
 
     def replay(self) -> None:
-        leaves, spec = flatten(self.fn(*self.args, **self.kwargs))
+        with nullcontext() if self.ambient is None else self.ambient.restored():
+            leaves, spec = flatten(self.fn(*self.args, **self.kwargs))
         if spec != self.spec:
             raise HostValueChanged(f"{self.name} returned another structure than when it was recorded")
         for binding, leaf in zip(self.bindings, leaves, strict=True):
@@ -126,17 +136,27 @@ class Buffer(Binding):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self._repeated = [d for d, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[d] > 1]
+        self._memory = self._once(tensor)
+
+    def _once(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Without the repetition of an expanded tensor, whose memory could not be written otherwise."""
+        for d in self._repeated:
+            tensor = tensor.narrow(d, 0, 1)
+        return tensor
 
     def accept(self, leaf: Any, name: str) -> None:
         t = self.tensor
         if not isinstance(leaf, torch.Tensor) or leaf.shape != t.shape or leaf.dtype != t.dtype:
             given = f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
             raise HostValueChanged(f"{name} returned {given}; recorded with {tuple(t.shape)} {t.dtype}")
-        t.copy_(leaf)
+        if any(leaf.stride(d) for d in self._repeated):
+            raise HostValueChanged(f"{name} returned an expanded tensor when it was recorded, and now one that is not")
+        self._memory.copy_(self._once(leaf))
 
     def poison(self) -> None:
         if self.tensor.is_floating_point() or self.tensor.is_complex():
-            self.tensor.fill_(float("nan"))
+            self._memory.fill_(float("nan"))
 
 
 class SameMemory(Binding):
@@ -158,7 +178,7 @@ class HostTensor(Binding):
 
     def accept(self, leaf: Any, name: str) -> None:
         v = self.value
-        if not isinstance(leaf, torch.Tensor) or leaf.dtype != v.dtype or not torch.equal(leaf, v):
+        if not isinstance(leaf, torch.Tensor) or not _same_bits(leaf, v):
             raise HostValueChanged(f"{name} brought other values to the host than when it was recorded")
 
 
@@ -169,9 +189,34 @@ class HostValue(Binding):
         self.value = value
 
     def accept(self, leaf: Any, name: str) -> None:
-        same = leaf is self.value or (type(leaf) is type(self.value) and (leaf == self.value) is True)
-        if not same:
+        if not _same_value(leaf, self.value):
             raise HostValueChanged(f"{name} gave {leaf!r}; recorded with {self.value!r}")
+
+
+def _lies_on(asked: torch.device, device: torch.device) -> bool:
+    return asked.type == device.type and (asked.index is None or device.index is None or asked.index == device.index)
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    """Whether code that was given `a` would do as with `b`: NaN equals itself, 0.0 is not -0.0, and 1 is not True."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, complex):
+        return _same_value(a.real, b.real) and _same_value(a.imag, b.imag)
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
+    try:
+        return bool(a == b)
+    except (ValueError, RuntimeError):  # an array
+        return False
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(bits_of(a), bits_of(b))
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diffgraph.ambient import attention_kernels
 from diffgraph.reasons import Reason
 from diffgraph.tree import LEAF, Spec, TooManyLeaves, flatten
 
@@ -19,7 +20,6 @@ _BY_VALUE = (
     int,
     str,
     bytes,
-    complex,
     type(None),
     Enum,
     torch.dtype,
@@ -71,7 +71,7 @@ class Call(NamedTuple):
         """Raises `Refused` for what cannot be part of a signature, or does not lie on `device`."""
         try:
             leaves, spec = flatten((args, dict(sorted(kwargs.items()))), MAX_LEAVES)
-        except TooManyLeaves:
+        except (TooManyLeaves, RecursionError):  # a list that holds itself, say
             raise Refused(Reason.UNSUPPORTED_INPUT, f"more than {MAX_LEAVES} values in the arguments") from None
         first: dict[int, int] = {}
         described = tuple([_describe_leaf(i, leaf, device, first) for i, leaf in enumerate(leaves)])
@@ -87,11 +87,18 @@ def _describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int
             raise Refused(reason, f"an input lies on {leaf.device}, the denoiser on {device}")
         return torch.Tensor, leaf.shape, kept_strides(leaf), leaf.dtype, first.setdefault(id(leaf), i)
     kind = type(leaf)
-    if kind is float:
+    if not is_constant(leaf):
+        raise Refused(Reason.UNSUPPORTED_INPUT, f"a {kind.__module__}.{kind.__qualname__}, whose state cannot be compared")
+    if isinstance(leaf, float):
         return kind, leaf.hex()  # 0.0 and -0.0 differ, nan equals itself
-    if isinstance(leaf, _BY_VALUE) or kind is torch.Size or isinstance(leaf, type):
-        return kind, leaf
-    raise Refused(Reason.UNSUPPORTED_INPUT, f"a {kind.__module__}.{kind.__qualname__}, whose state cannot be compared")
+    if isinstance(leaf, complex):
+        return kind, leaf.real.hex(), leaf.imag.hex()
+    return kind, leaf
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether a leaf that is no tensor says by its value all that there is to it."""
+    return isinstance(leaf, (*_BY_VALUE, float, complex, torch.Size, type))
 
 
 def kept_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -116,11 +123,21 @@ def _mode(device: torch.device) -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        _float32_precision(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.allow_tf32,
+        attention_kernels(),
         _attention_backend(),
     )
+
+
+def _float32_precision() -> tuple[Any, ...]:
+    backends = torch.backends
+    try:
+        return torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    except RuntimeError:  # set by the switches of torch 2.9, which these do not know
+        matmuls = backends.cuda.matmul, backends.mkldnn.matmul  # type: ignore[attr-defined]
+        others = backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.conv  # type: ignore[attr-defined]
+        return tuple(part.fp32_precision for part in (*matmuls, *others))
 
 
 def _attention_backend() -> Any:

@@ -1,9 +1,9 @@
 """Nested containers: from an object to its leaves and back.
 
 A *spec* is a hashable description of the containers; two objects with equal specs have leaves that correspond one to one.
-Containers are `dict`, `OrderedDict`, `list`, `tuple`, named tuples and dataclasses (diffusers' and transformers' outputs are
-dataclasses). Everything else, `None` and `torch.Size` included, is a leaf. `torch.utils._pytree` does nearly this, but takes an
-unregistered dataclass for a leaf and cannot stop at a limit.
+Containers are `dict`, `OrderedDict`, `list`, `tuple`, named tuples (`torch.return_types` too) and dataclasses (diffusers' and
+transformers' outputs are dataclasses). Everything else, `None` and `torch.Size` included, is a leaf. `torch.utils._pytree` does
+nearly this, but takes an unregistered dataclass for a leaf and cannot stop at a limit.
 """
 
 from __future__ import annotations
@@ -15,29 +15,33 @@ from typing import Any
 
 LEAF = "*"
 Spec = Hashable
+_BUILT_IN = (list, tuple, dict, OrderedDict)
 
 
 class TooManyLeaves(Exception):
-    """The object has more leaves than the limit that was given."""
+    """The object has more leaves and containers than the limit that was given."""
 
 
 def flatten(obj: Any, limit: int | None = None) -> tuple[list[Any], Spec]:
-    """The leaves of `obj`, depth first, and its spec. Raises `TooManyLeaves` as soon as there are more than `limit`."""
+    """The leaves of `obj`, depth first, and its spec.
+
+    Raises `TooManyLeaves` as soon as leaves and containers together are more than `limit`.
+    """
     leaves: list[Any] = []
-    return leaves, _flatten(obj, leaves, float("inf") if limit is None else limit)
+    return leaves, _flatten(obj, leaves, None if limit is None else [limit])
 
 
-def _flatten(obj: Any, leaves: list[Any], limit: float) -> Spec:
+def _flatten(obj: Any, leaves: list[Any], room: list[int] | None) -> Spec:
+    if room is not None:
+        room[0] -= 1
+        if room[0] < 0 or (type(obj) in _BUILT_IN and len(obj) > room[0]):
+            raise TooManyLeaves
     parts = _parts(obj)
     if parts is None:
-        if len(leaves) >= limit:
-            raise TooManyLeaves
         leaves.append(obj)
         return LEAF
     kind, names, values = parts
-    if len(values) > limit:
-        raise TooManyLeaves
-    return (kind, names, tuple([_flatten(value, leaves, limit) for value in values]))
+    return (kind, names, tuple([_flatten(value, leaves, room) for value in values]))
 
 
 def _parts(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
@@ -47,10 +51,10 @@ def _parts(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
         return kind, (), obj
     if kind is dict or kind is OrderedDict:
         return kind, tuple(obj), obj.values()
-    if isinstance(obj, tuple) and hasattr(kind, "_fields"):
+    if isinstance(obj, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
         return kind, (), obj
     if hasattr(kind, "__dataclass_fields__"):
-        names = tuple(f.name for f in dataclasses.fields(kind))
+        names = tuple(f.name for f in dataclasses.fields(kind) if hasattr(obj, f.name))
         return kind, names, [getattr(obj, name) for name in names]
     return None
 
@@ -73,15 +77,16 @@ def _unflatten(spec: Any, leaves: Any) -> Any:
         return kind(zip(names, values, strict=True))
     if hasattr(kind, "_fields"):
         return kind(*values)
+    if hasattr(kind, "n_sequence_fields"):
+        return kind(values)
     return _make_dataclass(kind, dict(zip(names, values, strict=True)))
 
 
 def _make_dataclass(kind: type, values: dict[str, Any]) -> Any:
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    made = kind(**{name: value for name, value in values.items() if fields[name].init})
-    for name, value in values.items():
-        if not fields[name].init:
-            object.__setattr__(made, name, value)
+    taken = {f.name for f in dataclasses.fields(kind) if f.init}
+    made = kind(**{name: value for name, value in values.items() if name in taken})
+    for name, value in values.items():  # those it does not take, and those that `__post_init__` computed once more
+        object.__setattr__(made, name, value)
     return made
 
 

@@ -9,14 +9,21 @@ from diffgraph.errors import OptionError
 
 SUPPORTED = ("cpu", "cuda")
 
-__all__ = ["SUPPORTED", "Pool", "Segment", "new_pool"]
+__all__ = ["SUPPORTED", "Pool", "Segment", "known_device", "new_pool"]
+
+
+def known_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise OptionError(f"device is {device!r}; accepted: {', '.join(SUPPORTED)}") from None
 
 
 def new_pool(device: torch.device | str | None = None, *, poison: bool = False) -> Pool:
     """An empty pool for `device` (default: the current GPU, else the CPU)."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = known_device(device)
     if device.type == "cpu":
         from diffgraph.devices.cpu import CpuPool
 

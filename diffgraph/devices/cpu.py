@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from diffgraph.devices.base import Pool, Segment
+from diffgraph.errors import HostValueChanged
+from diffgraph.tensors import storage_of, tensors_in
 from diffgraph.tree import flatten, map_leaves
 
 
@@ -29,15 +31,17 @@ class TapeSegment(Segment):
         self.ops: list[Op] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A parameter's data can be swapped under the same object (`module.to`), unseen by a graph: keep what it reads now.
-        args, kwargs = map_leaves(_fixed, (args, kwargs))
+        # As a graph does, keep what the op reads now: a tensor may be given other memory (`module.to`) or another shape (`t_`).
+        kept_args, kept_kwargs = map_leaves(_fixed, (args, kwargs))
         result = func(*args, **kwargs)
-        read = {_storage(t) for t in _tensors((args, kwargs))}
+        if torch.Tag.inplace_view in func.tags:
+            return result  # it changed how a tensor sees its memory, and no memory
+        read = {storage_of(t) for t in tensors_in((kept_args, kept_kwargs))}
         outputs = [(i, t) for i, t in enumerate(flatten(result)[0]) if isinstance(t, torch.Tensor)]
-        fresh = [(i, t) for i, t in outputs if _storage(t) not in read]
+        fresh = [(i, _fixed(t)) for i, t in outputs if storage_of(t) not in read]
         # A view has nothing to replay: its storage is refilled by whoever writes it.
         if fresh or func._schema.is_mutable or not outputs:
-            self.ops.append(Op(func, args, kwargs, fresh))
+            self.ops.append(Op(func, kept_args, kept_kwargs, fresh))
         return result
 
     def end(self) -> None:
@@ -50,16 +54,19 @@ class TapeSegment(Segment):
         """Fill every intermediate with NaN: whatever reads one before it is written again will show."""
         for op in self.ops:
             for _, tensor in op.outputs:
-                tensor.fill_(_poison_value(tensor.dtype))
+                if tensor.layout == torch.strided:
+                    tensor.fill_(_poison_value(tensor.dtype))
 
     def replay(self) -> None:
-        # Inference mode, because what was recorded in it may only be written in it.
-        with torch.inference_mode():
+        # Inference mode, because what was recorded in it may only be written in it. Autocast has done its part when ops are seen.
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
             for func, args, kwargs, outputs in self.ops:
                 result = func(*args, **kwargs)
                 if outputs:
                     results = flatten(result)[0]
                     for i, tensor in outputs:
+                        if results[i].shape != tensor.shape:  # of an op without the tag of a dynamic shape
+                            raise HostValueChanged(f"{func} made another shape than when it was recorded")
                         tensor.copy_(results[i])
 
     def reset(self) -> None:
@@ -67,7 +74,8 @@ class TapeSegment(Segment):
         self.pool.segments.discard(self)
 
     def bytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for op in self.ops for _, t in op.outputs)
+        outputs = (t for op in self.ops for _, t in op.outputs if t.layout == torch.strided)
+        return sum(t.untyped_storage().nbytes() for t in outputs)
 
 
 class CpuPool(Pool):
@@ -91,7 +99,7 @@ class CpuPool(Pool):
         return segment
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor  # the tape never reuses memory, so owning it costs nothing but memory
+        return _fixed(tensor)  # the tape never reuses memory, so owning it costs nothing but memory
 
     def bytes(self) -> int:
         return sum(segment.bytes() for segment in list(self.segments) if isinstance(segment, TapeSegment))
@@ -110,15 +118,8 @@ class CpuPool(Pool):
 
 
 def _fixed(leaf: Any) -> Any:
-    return leaf.detach() if type(leaf) is torch.nn.Parameter else leaf
-
-
-def _tensors(obj: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten(obj)[0] if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout == torch.strided
+    return leaf.detach() if plain else leaf
 
 
 def _poison_value(dtype: torch.dtype) -> Any:

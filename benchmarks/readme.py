@@ -1,0 +1,72 @@
+"""The tables of the README, from the committed results: `python -m benchmarks.readme` puts them in their places."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from diffgraph.reasons import Reason
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
+NAMES = {
+    "qwen_image": "Qwen-Image 20.4B",
+    "flux": "FLUX.1 11.9B",
+    "z_image": "Z-Image 6.2B",
+    "sd3": "SD3.5-medium 2.2B",
+    "pixart": "PixArt 0.6B",
+    "sana": "SANA 1.6B",
+    "wan": "Wan2.1 1.3B",
+    "sdxl": "SDXL 2.6B",
+}
+
+
+def filled(text: str) -> str:
+    """The README's text with what stands between each pair of markers made anew."""
+    for name, made in (("benchmarks", measured()), ("reasons", reasons())):
+        block = f"<!-- {name} -->\n{made}\n<!-- end of {name} -->"
+        text = re.sub(rf"<!-- {name} -->(.*?<!-- end of {name} -->)?", lambda _, b=block: b, text, count=1, flags=re.DOTALL)
+    return text
+
+
+def reasons() -> str:
+    return "\n".join(["| reason | meaning |", "|---|---|", *(f"| `{r}` | {r.meaning} |" for r in Reason)])
+
+
+def measured() -> str:
+    data = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = {(r["what"], r["family"], r["shape"], r["mode"]): r for r in data["rows"]}
+    versions = data["versions"]
+    lines = [
+        f"{data['machine'].capitalize()}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, published sizes with "
+        "random weights; one denoiser call, medians of one run (the host's speed varies from run to run: compare within a row). "
+        "Every output is equal to eager's, to the bit.",
+        "",
+        "| model | shape | eager ms | breakable ms | | one whole graph ms | submit ms, eager → breakable | segments | pool MiB |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for (what, family, shape, mode), row in rows.items():
+        if what == "denoiser" and mode == "breakable":
+            eager, full = rows[what, family, shape, "eager"], rows.get((what, family, shape, "full"), {})
+            whole = f"{full['ms']:.1f}" if full.get("ms") else "–"
+            lines.append(
+                f"| {NAMES[family]} | {shape.replace('x', '×')} | {eager['ms']:.1f} | {row['ms']:.1f} | "
+                f"**{eager['ms'] / row['ms']:.2f}x** | {whole} | {eager['submit_ms']:.1f} → {row['submit_ms']:.1f} | "
+                f"{row['segments']} | {row['pool_mib']:.0f} |"
+            )
+    for (what, family, shape, mode), row in rows.items():
+        if what == "pipeline" and mode == "breakable":
+            eager = rows[what, family, shape, "eager"]
+            lines += [
+                "",
+                f"A whole pipeline call, {NAMES[family]}, {shape.replace('x', '×')}, {row['steps']} steps, true CFG, prompt embeddings "
+                f"given, VAE decode included: eager {eager['ms'] / 1e3:.2f} s, accelerated {row['ms'] / 1e3:.2f} s "
+                f"(**{eager['ms'] / row['ms']:.2f}x**); the first call of two steps, with its captures, {row['first_s']:.1f} s.",
+            ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,41 @@
+"""What several rooms ask of tensors: which there are, whose memory they see, what they are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diffgraph.tree import flatten
+
+
+def tensors_in(obj: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(obj)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's memory; of the tensor itself where it has none of its own (sparse, subclass)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a tensor subclass (a quantised weight, say) is made of; a plain tensor is its own."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[operator]
+        return [plain for name in names for plain in plain_parts(getattr(tensor, name))]
+    return [tensor]
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    plain_type = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return plain_type and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as bytes, in which NaN equals itself and 0.0 is not -0.0."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # A single element counts as contiguous whatever its stride, and `view` does not agree.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
