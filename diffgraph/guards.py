@@ -4,11 +4,11 @@
 module tree, forward hooks, the classes (their methods and class attributes), and the plain attributes of modules and of the
 objects that they own (attention processors, hook registries), which hold LoRA scales, merged and disabled flags, IP-adapter
 scales, the attention backend and the training flag. Containers among the attributes are compared by content, and objects are
-followed, through containers and other objects, as deep as `_DEPTH`. Not compared: containers longer than `_CONTAINER_LIMIT`,
-objects without a `__dict__`, what functions and closures refer to, module globals, the contents of tensors (a graph reads them
-afresh) and of arrays, and whether a weight's memory is seen by another shape or stride than before.
+followed, through containers and other objects, as deep as `_DEPTH`.
 
-`refusal` says what cannot be trusted at all.
+Not compared, and told in the README: containers longer than `_CONTAINER_LIMIT`, objects without a `__dict__`, what functions and
+closures refer to, module globals, the contents of tensors (a graph reads them afresh) and of arrays, and whether a weight's memory
+is seen by another shape or stride than before.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import itemgetter
+from operator import getitem
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from diffgraph.reasons import Reason
+from diffgraph.refusals import global_hook_tables, random_or_stateful
 
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Set anew by diffusers at every call, and empty of meaning for a forward; and a hook registry's own module.
@@ -36,10 +35,20 @@ _VOLATILE = frozenset({"_child_registries_cache", "_compiled_call_impl", "_modul
 _CONTAINER_LIMIT = 256  # a longer list is compared by identity, to bound the cost of a call
 _CONTAINER_TYPES = frozenset({list, tuple, set, dict, OrderedDict, defaultdict, deque})
 _DEPTH = 4  # of containers and objects below a module's attributes
-_CONTAINERS = torch.nn.ModuleList.__module__
 _HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)  # without a forward
+#: Layers that a large model has by the thousand: only what their forwards read is compared.
+_BY_THE_THOUSAND = (
+    "torch.nn.modules.linear",
+    "torch.nn.modules.normalization",
+    "torch.nn.modules.activation",
+    "torch.nn.modules.dropout",
+    "torch.nn.modules.sparse",
+    "diffusers.models.activations",
+    "diffusers.models.normalization",
+)
 # A layer's record of its own weights' shapes; of a LoRA's, of what its `scaling` was computed from
 _UNREAD = frozenset({"in_features", "out_features", "in_channels", "out_channels", "num_embeddings", "embedding_dim"})
+_UNREAD_BY_THE_THOUSAND = _UNREAD | {"normalized_shape", "elementwise_affine", "dim", "inplace", "dim_in", "dim_out", "bias"}
 _UNREAD_BY_PEFT = frozenset({"in_features", "out_features", "r", "lora_alpha", "kwargs", "is_target_conv_1d_layer"})
 _ATOMS = (str, int, float, type(None), torch.Tensor, torch.nn.Module, torch.dtype)
 _PEFT = "peft."
@@ -48,69 +57,73 @@ _BASES = frozenset({object, torch.nn.Module})
 _HEAP_TYPE = 1 << 9  # of `__flags__`: a class written in Python, so one that can be changed
 _TENSOR_PTR: Callable[[Any], int] = torch.Tensor.data_ptr
 
+Table = dict[str, Any]
+
 
 class Fingerprint:
     """What a recording of `module` relies on; `change()` tells what has become of it.
 
-    Cost on Qwen-Image (2,297 modules, 1,933 parameters): see the guard row of README's table.
+    All is read by loops in C over tables that were looked up once, whole tables where most of what they hold matters.
+    `benchmarks.denoiser` measures it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         modules = list(module.modules())
-        self._state_tables = tables = [d for m in modules for d in (m._parameters, m._buffers) if d]
-        self._weight_tables = [d for d in tables if all(map(_is_plain, d.values()))]
-        slots = [(d, name) for d in tables if not all(map(_is_plain, d.values())) for name in d]
-        self._weight_slots = [(d, name) for d, name in slots if _is_plain(d[name])]
-        self._absent = [(d, name) for d, name in slots if d[name] is None]
-        self._composed = [(d, name) for d, name in slots if d[name] is not None and not _is_plain(d[name])]
-        self._child_tables = [m._modules for m in modules if m._modules]
-        self._hook_tables = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
-        self._hook_tables += _global_hook_tables()
-        # Of a torch.nn layer's forward we know what it reads.
+        self._children = _Values([m._modules for m in modules if m._modules])
+        weights = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        slots = [(d, name) for d in weights for name in d]
+        self._plain = _columns([(d, name) for d, name in slots if _is_plain(d[name])])
+        self._absent = _columns([(d, name) for d, name in slots if d[name] is None])
+        self._composed = [(d, name) for d, name in slots if d[name] is not None and not _is_plain(d[name])]  # quantised
+        self._addresses = self._read_addresses()
+        self._composed_addresses = self._read_composed()
+        self._stateful = weights
+        # A torch.nn layer does not look for what it has none of.
         own = [m for m in modules if not _is_torch_layer(m)]
         self._must_be_empty = [d for m in own for d in (m._parameters, m._buffers, m._modules) if not d]
-        called = [m for m in modules if not isinstance(m, _HOLDERS)]
+
+        readers = list(_readers(modules, root=module))
+        self._whole = _Values([table for _, keys, table in readers if keys is None])
+        self._single = _columns([(table, key) for _, keys, table in readers if keys is not None for key in keys])
+        self._single_then = self._read_single()
+        self._owners = {id(table): type(owner) for owner, _, table in readers}
+        named = [(table, key) for _, keys, table in readers for key in (table if keys is None else keys)]
+        self._containers = [(t, k) for t, k in named if type(t[k]) in _CONTAINER_TYPES and k not in _MODULE_INTERNALS]
+        self._contents = [_copy(table[key], _DEPTH) for table, key in self._containers]
+        # An attribute more is seen by its table's size, where the table is not read whole.
+        whole = set(map(id, self._whole.tables))
+        called = [m.__dict__ for m in modules if not isinstance(m, _HOLDERS)]
+        owned = [table for owner, _, table in readers if not isinstance(owner, torch.nn.Module)]
+        self._sized = [t for t in (*called, *owned) if id(t) not in whole]
+        self._owners |= {id(m.__dict__): type(m) for m in modules}
+        self._sizes = self._read_sizes()
+
         # A strong reference to the root would be a cycle, which keeps its weights until the garbage collector comes.
         self._root = weakref.ref(module)
-        self._typed = [m for m in called if m is not module and not _is_torch_layer(m)]
-        readers = list(_readers(modules))
-        self._owners = [type(owner) for owner, _, _ in readers]
-        self._reads = [(get, table) for _, get, table in readers]
-        owned = [(type(owner), table) for owner, _, table in readers if not isinstance(owner, torch.nn.Module)]
-        self._attribute_tables = [m.__dict__ for m in called] + [table for _, table in owned]
-        self._table_owners = [*map(type, called), *(kind for kind, _ in owned)]
-        classes = {base for kind in {*map(type, modules), *self._owners} for base in kind.__mro__} - _BASES
-        self._class_tables = [vars(c) for c in classes if c.__flags__ & _HEAP_TYPE]
-        self._weights = self._read_weights()
-        self._composed_weights = self._read_composed()
-        self._children = self._read_children()
-        self._sizes = self._read_sizes()
+        self._typed = [m for m in modules if m is not module and not _is_by_the_thousand(m) and not isinstance(m, _HOLDERS)]
         self._types = self._read_types()
+        kinds = {*map(type, modules), *self._owners.values()}
+        classes = {base for kind in kinds for base in kind.__mro__} - _BASES
+        self._class_tables = [vars(c) for c in classes if c.__flags__ & _HEAP_TYPE]
         self._class_attributes = self._read_class_attributes()
-        self._attributes = [_copied(values) for values in self._read_attributes()]
+
+        self._hook_tables = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)] + global_hook_tables()
         self._hooks_made = RemovableHandle.next_id
-        self._hooks = self._read_hooks()
+        self._hooks = list(map(len, self._hook_tables))
         self._had_hooks = any(self._hooks)
 
-    def _read_weights(self) -> list[int]:
-        in_tables = chain.from_iterable(map(dict.values, self._weight_tables))
+    def _read_addresses(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # every parameter is asked for an override else
-            try:
-                return list(map(_TENSOR_PTR, chain(in_tables, [d[name] for d, name in self._weight_slots])))
-            except TypeError:  # one is None now
-                return []
+            return list(map(_TENSOR_PTR, map(getitem, *self._plain)))
 
     def _read_composed(self) -> list[Any]:
         return [_address(d[name]) for d, name in self._composed]
 
-    def _read_children(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._child_tables)))
+    def _read_single(self) -> list[Any]:
+        return list(map(getitem, *self._single))
 
     def _read_sizes(self) -> list[int]:
-        return list(map(len, self._attribute_tables))
-
-    def _read_attributes(self) -> list[Any]:
-        return [get(d) for get, d in self._reads]
+        return list(map(len, self._sized))
 
     def _read_types(self) -> list[type]:
         return [type(self._root()), *map(type, self._typed)]
@@ -118,41 +131,38 @@ class Fingerprint:
     def _read_class_attributes(self) -> list[Any]:
         return list(chain.from_iterable([table.values() for table in self._class_tables]))
 
-    def _read_hooks(self) -> list[int]:
-        return list(map(len, self._hook_tables))
-
     def _hooked(self) -> bool:
         """Whether hooks came or went. PyTorch numbers hooks as they are made: while there are none and none was made, none need
         be looked for."""
         made = RemovableHandle.next_id
         if made == self._hooks_made and not self._had_hooks:
             return False
-        if self._read_hooks() != self._hooks:
+        if list(map(len, self._hook_tables)) != self._hooks:
             return True
         self._hooks_made = made
         return False
 
     def state_versions(self) -> list[int]:
         """How often the contents of each weight, and of each tensor among the attributes, were written."""
-        weights = [t for d in self._state_tables for t in d.values()]
-        owned = [v for row in self._attributes for v in row]
-        return [t._version for t in (*weights, *owned) if isinstance(t, torch.Tensor) and not t.is_inference()]
+        weights = chain.from_iterable(map(dict.values, self._stateful))
+        tensors = [t for t in chain(weights, self._whole.then, self._single_then) if isinstance(t, torch.Tensor)]
+        return [t._version for t in tensors if not t.is_inference()]
 
     def change(self) -> Reason | None:
         """The kind of the first change found; `None` when everything is as it was."""
         try:
-            if self._read_children() != self._children:
+            if self._children.changed():
                 return self._tree_change()
-            if self._read_weights() != self._weights or self._read_composed() != self._composed_weights:
-                return Reason.WEIGHTS_CHANGED
-            if any(d[name] is not None for d, name in self._absent):
+            if self._weights_changed():
                 return Reason.WEIGHTS_CHANGED
             if self._hooked():
                 return Reason.HOOKS_CHANGED
             if any(self._must_be_empty):
                 return self._filled_change()
-            if self._read_attributes() != self._attributes:
+            if self._whole.changed() or self._read_single() != self._single_then:
                 return self._attribute_change()
+            if [table[key] for table, key in self._containers] != self._contents:
+                return self._container_change()
             if self._read_sizes() != self._sizes:
                 return self._size_change()
             if self._read_types() != self._types or self._read_class_attributes() != self._class_attributes:
@@ -161,34 +171,81 @@ class Fingerprint:
             return Reason.ATTRIBUTES_CHANGED
         return None
 
+    def _weights_changed(self) -> bool:
+        try:
+            if self._read_addresses() != self._addresses or self._read_composed() != self._composed_addresses:
+                return True
+            return any(map(getitem, *self._absent))
+        except (TypeError, RuntimeError, KeyError):  # None where a weight was, or the reverse; or a name is gone
+            return True
+
     # -- which kind of change (slow; only once something differs)
 
     def _tree_change(self) -> Reason:
-        now, then = self._read_children(), self._children
+        now, then = self._children.now(), self._children.then
         different = {id(m) for m in now} ^ {id(m) for m in then}
-        changed = [m for m in (*now, *then) if id(m) in different]
-        if any(map(_is_adapter, changed)):
+        if any(_is_adapter(m) for m in (*now, *then) if id(m) in different):
             return Reason.ADAPTER_CHANGED
-        rows = zip(self._owners, self._reads, self._attributes, strict=True)
-        adapters = (row for row in rows if row[0].__module__.startswith(_PEFT))
-        changed = any(get(table) != then for _, (get, table), then in adapters)  # one of several was deleted, say
+        adapters = [(t, k, c) for (t, k), c in zip(self._containers, self._contents, strict=True) if self._in_peft(t)]
+        changed = any(table.get(key) != content for table, key, content in adapters)  # one of several was deleted, say
         return Reason.ADAPTER_CHANGED if changed else Reason.WEIGHTS_CHANGED
+
+    def _in_peft(self, table: Table) -> bool:
+        return self._owners[id(table)].__module__.startswith(_PEFT)
 
     def _filled_change(self) -> Reason:
         values = next(d for d in self._must_be_empty if d).values()
         return Reason.ADAPTER_CHANGED if any(map(_is_adapter, values)) else Reason.WEIGHTS_CHANGED
 
     def _attribute_change(self) -> Reason:
-        rows = zip(self._owners, self._reads, self._attributes, strict=True)
-        owner, (get, table), then = next(row for row in rows if row[1][0](row[1][1]) != row[2])
-        keys = get.keys
-        key = next(k for k, now, old in zip(keys, get(table), then, strict=True) if now is not old and now != old)
-        return _kind_of_change(owner, key)
+        for table, key, then in zip(*self._single, self._single_then, strict=True):
+            if not _same(table.get(key), then):
+                return _kind_of_change(self._owners[id(table)], key)
+        for table, then in zip(self._whole.tables, self._whole.rows(), strict=True):
+            if len(table) != len(then):
+                return _kind_of_change(self._owners[id(table)], next((k for k in _HOOK_ATTRIBUTES if k in table), ""))
+            for (key, now), old in zip(table.items(), then, strict=True):
+                if not _same(now, old):
+                    return _kind_of_change(self._owners[id(table)], key)
+        return Reason.ATTRIBUTES_CHANGED
+
+    def _container_change(self) -> Reason:
+        pairs = zip(self._containers, self._contents, strict=True)
+        table, key = next((table, key) for (table, key), content in pairs if table[key] != content)
+        return _kind_of_change(self._owners[id(table)], key)
 
     def _size_change(self) -> Reason:
-        sizes = zip(self._read_sizes(), self._sizes, self._table_owners, self._attribute_tables, strict=True)
-        owner, table = next((owner, table) for now, then, owner, table in sizes if now != then)
-        return _kind_of_change(owner, next((key for key in _HOOK_ATTRIBUTES if key in table), ""))
+        sizes = zip(self._read_sizes(), self._sizes, self._sized, strict=True)
+        table = next(table for now, then, table in sizes if now != then)
+        return _kind_of_change(self._owners[id(table)], next((key for key in _HOOK_ATTRIBUTES if key in table), ""))
+
+
+class _Values:
+    """The values of some tables, one after the other, as they were."""
+
+    def __init__(self, tables: list[Any]) -> None:
+        self.tables = tables
+        self.then = self.now()
+        self._lengths = list(map(len, tables))
+
+    def now(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self.tables)))
+
+    def changed(self) -> bool:
+        return self.now() != self.then
+
+    def rows(self) -> list[list[Any]]:
+        values = iter(self.then)
+        return [[next(values) for _ in range(length)] for length in self._lengths]
+
+
+def _columns(slots: list[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
+    """Tables and names in two lists, as `map(getitem, ...)` takes them."""
+    return [table for table, _ in slots], [name for _, name in slots]
+
+
+def _same(now: Any, then: Any) -> bool:
+    return now is then or (type(now) is type(then) and not isinstance(now, torch.Tensor) and bool(now == then))
 
 
 def _kind_of_change(owner: type, key: str) -> Reason:
@@ -204,44 +261,33 @@ def _kind_of_change(owner: type, key: str) -> Reason:
     return Reason.HOOKS_CHANGED if key in _HOOK_ATTRIBUTES else Reason.ATTRIBUTES_CHANGED
 
 
-class _Reader:
-    """`itemgetter` that always gives a tuple and remembers its keys."""
-
-    __slots__ = ("_get", "keys")
-
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self.keys = keys
-        self._get = itemgetter(*keys) if len(keys) > 1 else lambda table: tuple(table[key] for key in keys)
-
-    def __call__(self, table: dict[str, Any]) -> tuple[Any, ...]:
-        return self._get(table)
-
-
-def _readers(modules: list[torch.nn.Module]) -> Iterator[tuple[Any, _Reader, dict[str, Any]]]:
-    """Whose attributes are read, how, and from which table: modules, and the objects that they own."""
-    made: dict[tuple[str, ...], _Reader] = {}
+def _readers(modules: list[torch.nn.Module], root: torch.nn.Module) -> Iterator[tuple[Any, tuple[str, ...] | None, Table]]:
+    """Whose attributes are read (modules', and those of the objects that they own), which (`None`: all), and from which table."""
     seen: set[int] = set()
     for module in modules:
-        keys = _attribute_names(module)
+        keys = _attribute_names(module, is_root=module is root)
+        table = module.__dict__
         if keys:
-            yield module, made.setdefault(keys, _Reader(keys)), module.__dict__
+            # Iterating over a whole table costs about a third of looking up as many keys. The root's leads back to us.
+            whole = len(table) < 3 * len(keys) and module is not root and "_compiled_call_impl" not in table
+            yield module, None if whole else keys, table
         for key in keys:
-            for owned in _objects(module.__dict__[key], seen, _DEPTH):
-                names = tuple(k for k in owned.__dict__ if k not in _VOLATILE)
-                yield owned, made.setdefault(names, _Reader(names)), owned.__dict__
+            for owned in _objects(table[key], seen, _DEPTH):
+                yield owned, tuple(k for k in owned.__dict__ if k not in _VOLATILE), owned.__dict__
 
 
-def _attribute_names(module: torch.nn.Module) -> tuple[str, ...]:
+def _attribute_names(module: torch.nn.Module, is_root: bool) -> tuple[str, ...]:
     if isinstance(module, _HOLDERS):
         return ()  # what they hold is read from their tables
     ignored = _VOLATILE
+    if _is_by_the_thousand(module):
+        ignored = ignored | _UNREAD_BY_THE_THOUSAND
+    if type(module).__module__.startswith(("torch.", "diffusers.")) and not is_root and not random_or_stateful(module):
+        ignored = ignored | {"training"}  # read for gradient checkpointing alone
     if _is_adapter(module):
         ignored = ignored | _UNREAD_BY_PEFT
     elif type(module).__module__.startswith("torch.nn.modules."):
-        # There are thousands: only what their forwards read.
-        ignored = ignored | _UNREAD
-        if not isinstance(module, (_DropoutNd, _BatchNorm)):
-            ignored = ignored | {"training"}
+        ignored = ignored | _UNREAD | ({"p"} if isinstance(module, torch.nn.Dropout) and not module.training else set())
     return tuple(k for k in module.__dict__ if k not in _MODULE_INTERNALS and k not in ignored)
 
 
@@ -266,12 +312,8 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, others)
 
 
-def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Containers are copied, so that a change of their contents shows."""
-    return tuple([_copy(value, _DEPTH) for value in values])
-
-
 def _copy(value: Any, depth: int) -> Any:
+    """A container is copied, so that a change of its contents shows."""
     kind = type(value)
     if kind not in _CONTAINER_TYPES or len(value) > _CONTAINER_LIMIT or depth == 0:
         return value
@@ -282,7 +324,11 @@ def _copy(value: Any, depth: int) -> Any:
 
 def _is_torch_layer(module: torch.nn.Module) -> bool:
     home = type(module).__module__
-    return home.startswith("torch.nn.modules.") and home != _CONTAINERS and not module._modules
+    return home.startswith("torch.nn.modules.") and not isinstance(module, _HOLDERS) and not module._modules
+
+
+def _is_by_the_thousand(module: torch.nn.Module) -> bool:
+    return type(module).__module__ in _BY_THE_THOUSAND
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -300,69 +346,3 @@ def _address(tensor: Any) -> Any:
 
 def _is_adapter(obj: Any) -> bool:
     return type(obj).__module__.startswith(_PEFT)
-
-
-# -- refusals
-
-_HOOK_REASONS = (
-    ("group_offload", Reason.OFFLOAD),
-    ("layer_execution_tracker", Reason.OFFLOAD),
-    ("layerwise_casting", Reason.LAYERWISE_CASTING),
-    ("peft_autocast_disable", Reason.LAYERWISE_CASTING),
-    ("cp_", Reason.MULTI_DEVICE),
-    ("tp_", Reason.MULTI_DEVICE),
-    ("cache", Reason.STEP_CACHE),
-    ("fbc_", Reason.STEP_CACHE),
-    ("pyramid_attention_broadcast", Reason.STEP_CACHE),
-)
-
-
-def refusal(module: torch.nn.Module) -> Reason | None:
-    """Why no recording of `module` in its present state could be trusted; `None` when one can."""
-    if any(_global_hook_tables()):
-        return Reason.HOOKS_CHANGED
-    devices = set()
-    for tensor in chain(module.parameters(), module.buffers()):
-        devices.add(tensor.device)
-    for submodule in module.modules():
-        reason = _hook_refusal(submodule)
-        if reason is not None:
-            return reason
-        if submodule.training and _random_or_stateful(submodule):
-            return Reason.TRAINING
-        if getattr(submodule, "_parallel_config", None) is not None:
-            return Reason.MULTI_DEVICE
-    if torch.device("meta") in devices:
-        return Reason.OFFLOAD
-    return Reason.MULTI_DEVICE if len(devices) > 1 else None
-
-
-def _global_hook_tables() -> list[dict[int, Any]]:
-    """Hooks that PyTorch calls for every module of the process."""
-    module = torch.nn.modules.module
-    return [module._global_forward_hooks, module._global_forward_pre_hooks]
-
-
-def _hook_refusal(module: torch.nn.Module) -> Reason | None:
-    if module._forward_hooks or module._forward_pre_hooks:
-        return Reason.HOOKS_CHANGED
-    hook = module.__dict__.get("_hf_hook")
-    if hook is not None and _offloads(hook):
-        return Reason.OFFLOAD
-    registry = module.__dict__.get("_diffusers_hook")
-    for name in getattr(registry, "hooks", None) or ():
-        return next((reason for part, reason in _HOOK_REASONS if part in name), Reason.HOOKS_CHANGED)
-    return None
-
-
-def _offloads(hook: Any) -> bool:
-    """accelerate's hooks that move weights around each forward."""
-    inner = getattr(hook, "hooks", None)  # a SequentialHook
-    if inner:
-        return any(map(_offloads, inner))
-    return type(hook).__name__ in ("CpuOffload", "LayerwiseCastingHook") or bool(getattr(hook, "offload", False))
-
-
-def _random_or_stateful(module: torch.nn.Module) -> bool:
-    """Draws random numbers or keeps statistics in training mode: warm-up and verify would be seen."""
-    return isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)

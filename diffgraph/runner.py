@@ -19,11 +19,12 @@ from torch.utils._device import DeviceContext
 
 from diffgraph.capture import Recording, capture
 from diffgraph.devices import SUPPORTED, Pool
-from diffgraph.guards import Fingerprint, refusal
+from diffgraph.guards import Fingerprint
 from diffgraph.memory import Memory
 from diffgraph.options import Options
 from diffgraph.reasons import Reason
 from diffgraph.recorder import open_recorder
+from diffgraph.refusals import refusal
 from diffgraph.sequence import HostValueChanged
 from diffgraph.signature import Call, Refused, Signature
 from diffgraph.tree import flatten

@@ -565,6 +565,16 @@ def test_autocast_is_that_of_the_recording():
     assert half.dtype == torch.bfloat16 and same_bits((half, whole), (wanted_half, wanted))
 
 
+def test_a_part_that_is_kept_out_of_autocast_stays_out_of_it():
+    def program(x):
+        low = x @ x
+        with torch.autocast("cpu", enabled=False):
+            return low, x @ x + 1
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        check(program, *data((16, 16)), breaks=0)
+
+
 @pytest.mark.parametrize("around", [False, True], ids=["set in the forward", "unset in the forward"])
 def test_a_break_runs_in_the_autocast_that_the_forward_set_around_it(around):
     square = eager_on_graph(lambda x: (x @ x).float())
@@ -738,7 +748,7 @@ def test_gradients_computed_inside_are_recorded():
 
 def test_a_sparse_matrix_may_be_part_of_a_segment():
     sparse = torch.eye(3).to_sparse()
-    check(lambda x: torch.sparse.mm(sparse, x) + 1, *data((3, 2)), breaks=0)
+    check(lambda x: torch.sparse.mm(sparse * 2, x) + 1, *data((3, 2)), breaks=0)
 
 
 # -- weights and lifetimes

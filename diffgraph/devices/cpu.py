@@ -34,8 +34,6 @@ class TapeSegment(Segment):
         # As a graph does, keep what the op reads now: a tensor may be given other memory (`module.to`) or another shape (`t_`).
         kept_args, kept_kwargs = map_leaves(_fixed, (args, kwargs))
         result = func(*args, **kwargs)
-        if torch.Tag.inplace_view in func.tags:
-            return result  # it changed how a tensor sees its memory, and no memory
         read = {storage_of(t) for t in tensors_in((kept_args, kept_kwargs))}
         outputs = [(i, t) for i, t in enumerate(flatten(result)[0]) if isinstance(t, torch.Tensor)]
         fresh = [(i, _fixed(t)) for i, t in outputs if storage_of(t) not in read]

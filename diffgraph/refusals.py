@@ -1,0 +1,75 @@
+"""What cannot be trusted at all: state in which no recording of a module could stay true."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from diffgraph.reasons import Reason
+
+_HOOK_REASONS = (
+    ("group_offload", Reason.OFFLOAD),
+    ("layer_execution_tracker", Reason.OFFLOAD),
+    ("layerwise_casting", Reason.LAYERWISE_CASTING),
+    ("peft_autocast_disable", Reason.LAYERWISE_CASTING),
+    ("cp_", Reason.MULTI_DEVICE),
+    ("tp_", Reason.MULTI_DEVICE),
+    ("cache", Reason.STEP_CACHE),
+    ("fbc_", Reason.STEP_CACHE),
+    ("pyramid_attention_broadcast", Reason.STEP_CACHE),
+)
+
+
+def refusal(module: torch.nn.Module) -> Reason | None:
+    """Why no recording of `module` in its present state could be trusted; `None` when one can."""
+    if any(global_hook_tables()):
+        return Reason.HOOKS_CHANGED
+    devices = set()
+    for tensor in chain(module.parameters(), module.buffers()):
+        devices.add(tensor.device)
+    for submodule in module.modules():
+        reason = _hook_refusal(submodule)
+        if reason is not None:
+            return reason
+        if submodule.training and random_or_stateful(submodule):
+            return Reason.TRAINING
+        if getattr(submodule, "_parallel_config", None) is not None:
+            return Reason.MULTI_DEVICE
+    if torch.device("meta") in devices:
+        return Reason.OFFLOAD
+    return Reason.MULTI_DEVICE if len(devices) > 1 else None
+
+
+def global_hook_tables() -> list[dict[int, Any]]:
+    """Hooks that PyTorch calls for every module of the process."""
+    module = torch.nn.modules.module
+    return [module._global_forward_hooks, module._global_forward_pre_hooks]
+
+
+def _hook_refusal(module: torch.nn.Module) -> Reason | None:
+    if module._forward_hooks or module._forward_pre_hooks:
+        return Reason.HOOKS_CHANGED
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None and _offloads(hook):
+        return Reason.OFFLOAD
+    registry = module.__dict__.get("_diffusers_hook")
+    for name in getattr(registry, "hooks", None) or ():
+        return next((reason for part, reason in _HOOK_REASONS if part in name), Reason.HOOKS_CHANGED)
+    return None
+
+
+def _offloads(hook: Any) -> bool:
+    """accelerate's hooks that move weights around each forward."""
+    inner = getattr(hook, "hooks", None)  # a SequentialHook
+    if inner:
+        return any(map(_offloads, inner))
+    return type(hook).__name__ in ("CpuOffload", "LayerwiseCastingHook") or bool(getattr(hook, "offload", False))
+
+
+def random_or_stateful(module: torch.nn.Module) -> bool:
+    """Draws random numbers or keeps statistics in training mode: warm-up and verify would be seen."""
+    return isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)
