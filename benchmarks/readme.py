@@ -39,8 +39,9 @@ def measured() -> str:
     rows = {(r["what"], r["family"], r["shape"], r["mode"]): r for r in data["rows"]}
     versions = data["versions"]
     lines = [
-        f"{data['machine'].capitalize()}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, published sizes with "
-        "random weights; one denoiser call, medians of one run (the host's speed varies from run to run: compare within a row). "
+        f"{data['machine'].capitalize()}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, published sizes "
+        "with random weights; one denoiser call, medians of one run (the host's speed varies from "
+        "run to run: compare within a row). "
         "Every output is equal to eager's, to the bit.",
         "",
         "| model | shape | eager ms | breakable ms | | one whole graph ms | submit ms, eager → breakable | segments | pool MiB |",
@@ -60,8 +61,8 @@ def measured() -> str:
             eager = rows[what, family, shape, "eager"]
             lines += [
                 "",
-                f"A whole pipeline call, {NAMES[family]}, {shape.replace('x', '×')}, {row['steps']} steps, true CFG, prompt embeddings "
-                f"given, VAE decode included: eager {eager['ms'] / 1e3:.2f} s, accelerated {row['ms'] / 1e3:.2f} s "
+                f"A whole pipeline call, {NAMES[family]}, {shape.replace('x', '×')}, {row['steps']} steps, true CFG, prompt "
+                f"embeddings given, VAE decode included: eager {eager['ms'] / 1e3:.2f} s, accelerated {row['ms'] / 1e3:.2f} s "
                 f"(**{eager['ms'] / row['ms']:.2f}x**); the first call of two steps, with its captures, {row['first_s']:.1f} s.",
             ]
     return "\n".join(lines)

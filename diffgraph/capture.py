@@ -31,9 +31,11 @@ class Recording:
         self.inputs = inputs
         self.sequence = sequence
         self.wrote_inputs = False  # it wrote to its arguments, which a replay would do to the static inputs only
+        self.draws = False  # it draws random numbers
         self.escaped = False  # something outside still holds memory that the next replay overwrites
         self._spec: Spec = None
         self._leaves: list[Any] = []
+        self._given: list[int | None] = []  # which of the call's leaves an output is, where the forward hands one back
 
     @property
     def pool(self) -> Pool:
@@ -51,16 +53,19 @@ class Recording:
         with self.pool.turn():
             self.inputs.copy_from(leaves)
             self.sequence.replay()
-            return self.outputs()
+            return self.outputs(leaves)
 
-    def outputs(self) -> Any:
+    def outputs(self, given: list[Any]) -> Any:
         """Clones, in the forward's own containers: the next replay must not overwrite what this one returned."""
         made: dict[int, torch.Tensor] = {}
-        leaves = [made.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        leaves = [
+            given[at] if at is not None else _cloned(leaf, made) for leaf, at in zip(self._leaves, self._given, strict=True)
+        ]
         return unflatten(self._spec, leaves)
 
     def _set_outputs(self, output: Any, is_born: Callable[[torch.Tensor], bool]) -> None:
         leaves, self._spec = flatten(output)
+        self._given = list(map(self.inputs.position, leaves))
         made: dict[int, Any] = {}
         for leaf in leaves:
             aliased = isinstance(leaf, torch.Tensor) and is_born(leaf)
@@ -68,8 +73,16 @@ class Recording:
         self._leaves = [made[id(leaf)] for leaf in leaves]
 
     def release(self) -> None:
-        self._leaves = []
+        self._leaves, self._given = [], []
         self.sequence.reset()
+
+
+def _cloned(leaf: Any, made: dict[int, torch.Tensor]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if id(leaf) not in made:
+        made[id(leaf)] = leaf.clone()
+    return made[id(leaf)]
 
 
 class EagerRecording(Recording):
@@ -86,8 +99,8 @@ class EagerRecording(Recording):
         with self.pool.turn():
             self.inputs.copy_from(leaves)
             args, kwargs = self.inputs.call()
-            self._leaves, self._spec = flatten(self._forward(*args, **kwargs))
-            return self.outputs()
+            self._set_outputs(self._forward(*args, **kwargs), lambda _: False)
+            return self.outputs(leaves)
 
 
 def capture(
@@ -104,6 +117,7 @@ def capture(
             made = EagerRecording(inputs, sequence, forward)
             return made, made.run(call.leaves)
         recording = Recording(inputs, sequence)
+        rng = pool.rng_state()
         whole = backend == "full"
         args, kwargs = inputs.call()
         weights = chain(module.parameters(), module.buffers())
@@ -116,7 +130,8 @@ def capture(
             _check_outputs(output)
         recording.wrote_inputs = bool(recorder.written)
         recording._set_outputs(output, recorder.is_born)
-        result = recording.outputs()
+        recording.draws = pool.drew(rng)
+        result = recording.outputs(call.leaves)
         del output, args, kwargs
         recording.escaped = recorder.escaped()
         return recording, result

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from diffgraph.tensors import tensors_in
 from diffgraph.tree import flatten
 
 _aten = torch.ops.aten
@@ -13,25 +14,50 @@ _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 _MASKS = (torch.bool, torch.uint8)
 
 
+def why_never_recordable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The reason why this op can be part of no recording, not even as a break; `None` when there is none."""
+    if any(isinstance(leaf, torch.Generator) for leaf in flatten((args, kwargs))[0]):
+        return "it draws from a generator of its own, which is not registered with the graph"
+    return None
+
+
+def on_host_alone(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
+    """Whether all that this op names lies on the host, while recording is for another device."""
+    return device.type != "cpu" and _kinds(args, kwargs) == {"cpu"}
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that this op writes to, by its schema."""
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    if schema is None or not schema.is_mutable:
+        return []
+    written = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tensors_in(written)
+
+
 def why_not_recordable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> str | None:
     """The reason why this op must be a break on `device`; `None` when it can be recorded."""
-    leaves = flatten((args, kwargs))[0]
     if device.type != "cpu":
-        kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        kinds |= {leaf.type for leaf in leaves if isinstance(leaf, torch.device)}
+        kinds = _kinds(args, kwargs)
         if kinds == {"cpu"}:
-            return None  # on the host alone: it runs now, and what reaches the device from it is a crossing
+            return None
         if len(kinds) > 1:
             return f"it joins {' and '.join(sorted(kinds))}"
     if func in _INDEXING:
         # Tagged as of dynamic shape, but that is so for masks alone; assignment by mask is not tagged and waits for the host.
-        return (
-            "it indexes by a mask"
-            if any(isinstance(x, torch.Tensor) and x.dtype in _MASKS for x in flatten(args[1])[0])
-            else None
-        )
+        return "it indexes by a mask" if any(t.dtype in _MASKS for t in tensors_in(args[1])) else None
     if torch.Tag.data_dependent_output in func.tags:
         return "its result is read by the host"
     if torch.Tag.dynamic_output_shape in func.tags:
         return "the shape of its result depends on data"
     return None
+
+
+def _kinds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
+    leaves = flatten((args, kwargs))[0]
+    tensors = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return tensors | {leaf.type for leaf in leaves if isinstance(leaf, torch.device)}

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.ambient import Ambient
 from diffgraph.errors import CaptureError
-from diffgraph.recordable import why_not_recordable
+from diffgraph.recordable import on_host_alone, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import bits_of, has_plain_memory, plain_parts, storage_of, tensors_in
 from diffgraph.tree import flatten, map_leaves, unflatten
@@ -137,6 +137,7 @@ class Recorder(TorchDispatchMode):
         self._inputs = {storage_of(t) for t in self._input_tensors}
         # A weak reference keeps a storage's identity from being given to another one.
         self._born: dict[int, StorageWeakRef] = {}
+        self._made_on_host: dict[int, StorageWeakRef] = {}
         self._pending: list[tuple[torch.Tensor, Binding, torch.Tensor]] = []  # boundary buffer, its binding, the break's result
 
     # -- life of a segment
@@ -178,22 +179,32 @@ class Recorder(TorchDispatchMode):
         self._note_writes(func, args, kwargs)
         if self._segment is None or self.in_break:
             return func(*args, **kwargs)
+        why_not = why_never_recordable(func, args, kwargs)
+        if why_not is not None:
+            raise CaptureError(f"{func} cannot be replayed: {why_not}")
         why = why_not_recordable(func, args, kwargs, self.pool.device)
         if why is not None:
             return self.run_break(f"{func} ({why})", func, args, kwargs)
+        if on_host_alone(args, kwargs, self.pool.device):
+            return self._run_on_host(func, args, kwargs)
         result = self._segment.run(func, args, kwargs)
         self._note_lifetimes(args, kwargs, result)
         return result
 
+    def _run_on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op on host tensors alone runs now and never again: what it makes is a constant, and what it changes must be one."""
+        if any(storage_of(t) not in self._made_on_host for t in written_by(func, args, kwargs)):
+            raise CaptureError(f"{func} writes to a host tensor that outlives the forward, which a replay would not do")
+        result = func(*args, **kwargs)
+        known = {storage_of(t) for t in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            if storage_of(tensor) not in known:
+                self._made_on_host[storage_of(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        return result
+
     def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        schema = getattr(func, "_schema", None)  # higher-order operators have none
-        if not self._inputs or schema is None or not schema.is_mutable:
-            return
-        for i, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                if any(storage_of(t) in self._inputs for t in tensors_in(value)):
-                    self.written.append(str(func))
+        if self._inputs and any(storage_of(t) in self._inputs for t in written_by(func, args, kwargs)):
+            self.written.append(str(func))
 
     def _note_lifetimes(self, args: Any, kwargs: Any, result: Any) -> None:
         read = tensors_in((args, kwargs))
@@ -281,6 +292,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(leaf, torch.Tensor) and has_plain_memory(leaf):
             if self.is_born(leaf):
                 return self.pool.alias(leaf)
+            if storage_of(leaf) in self._made_on_host:
+                return leaf.detach().clone()  # its present content: the forward may fill it anew (a staging buffer)
             if type(leaf) is torch.Tensor:
                 return leaf.detach()  # the forward may give it another shape (`t_`)
         return leaf

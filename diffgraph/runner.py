@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -27,6 +27,7 @@ from diffgraph.recorder import open_recorder
 from diffgraph.refusals import refusal
 from diffgraph.sequence import HostValueChanged
 from diffgraph.signature import Call, Refused, Signature
+from diffgraph.tensors import bits_of
 from diffgraph.tree import flatten
 
 logger = logging.getLogger("diffgraph")
@@ -350,9 +351,11 @@ class Runner:
         return output
 
     def _run(self, entry: Entry, recording: Recording, call: Call) -> Any:
-        rng = recording.pool.rng_state()
+        pool = recording.pool
+        rng = pool.rng_state() if recording.draws else None
         try:
-            with _undone(lambda: recording.pool.set_rng_state(rng)):  # what an unfinished replay drew, eager draws again
+            # What an unfinished replay drew, eager draws again.
+            with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext():
                 return recording.run(call.leaves)
         except HostValueChanged as changed:
             self._lose(entry, recording)
@@ -472,12 +475,8 @@ def _same_leaf(a: Any, b: Any) -> bool:
             return False
         # What has no plain memory is not compared but taken for different: sparse tensors, subclasses.
         plain = a.layout == b.layout == torch.strided and type(a) in _PLAIN and type(b) in _PLAIN
-        return plain and torch.equal(_bytes(a), _bytes(b))
+        return plain and torch.equal(bits_of(a), bits_of(b))
     return a is b or (type(a) is type(b) and a == b)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _capturing(device: torch.device) -> bool:

@@ -174,12 +174,18 @@ class HostTensor(Binding):
     """A tensor that the break brought to the host, where Python may have read it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.value = tensor.clone()
+        self.value = _arrived(tensor).clone()
 
     def accept(self, leaf: Any, name: str) -> None:
-        v = self.value
-        if not isinstance(leaf, torch.Tensor) or not _same_bits(leaf, v):
+        if not isinstance(leaf, torch.Tensor) or not _same_bits(_arrived(leaf), self.value):
             raise HostValueChanged(f"{name} brought other values to the host than when it was recorded")
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy into pinned memory need not wait (`non_blocking=True`); whoever reads it must."""
+    if tensor.is_pinned():
+        torch.cuda.current_stream().synchronize()
+    return tensor
 
 
 class HostValue(Binding):

@@ -85,7 +85,7 @@ def _describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int
         if leaf.device != device:
             reason = Reason.CPU_INPUT if leaf.device.type == "cpu" else Reason.MULTI_DEVICE
             raise Refused(reason, f"an input lies on {leaf.device}, the denoiser on {device}")
-        return torch.Tensor, leaf.shape, kept_strides(leaf), leaf.dtype, first.setdefault(id(leaf), i)
+        return torch.Tensor, leaf.shape, layout(leaf), leaf.dtype, first.setdefault(id(leaf), i)
     kind = type(leaf)
     if not is_constant(leaf):
         raise Refused(Reason.UNSUPPORTED_INPUT, f"a {kind.__module__}.{kind.__qualname__}, whose state cannot be compared")
@@ -101,19 +101,28 @@ def is_constant(leaf: Any) -> bool:
     return isinstance(leaf, (*_BY_VALUE, float, complex, torch.Size, type))
 
 
-def kept_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides that a static input must keep so that the same kernels run (channels last, transposed); `None`: contiguous.
+CONTIGUOUS, SPACED = "contiguous", "spaced"
 
-    An expanded tensor (`timestep.expand(batch)`) or a slice has no dense layout to keep: it is copied into a contiguous one.
+
+def layout(tensor: torch.Tensor) -> str | tuple[int, ...]:
+    """How an input lies in memory, as far as it decides which kernels run: `CONTIGUOUS`, the strides of another dense layout
+    (channels last, transposed), which a static input keeps, or `SPACED`.
+
+    A slice is spaced: with no dense layout to keep, it is copied into a contiguous one, and `verify` decides whether that changes
+    a bit. So is an expanded tensor copied, but pipelines give `timestep.expand(batch)` and the like of a whole one in turn.
     """
     if tensor.is_contiguous():
-        return None
+        return CONTIGUOUS
     step = 1
+    expanded = False
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != step:
-            return None
-        step *= size
-    return tensor.stride()
+        if stride == 0:
+            expanded = True
+        elif stride != step:
+            return SPACED
+        else:
+            step *= size
+    return CONTIGUOUS if expanded else tensor.stride()
 
 
 def _mode(device: torch.device) -> tuple[Any, ...]:
@@ -125,6 +134,8 @@ def _mode(device: torch.device) -> tuple[Any, ...]:
         torch.get_default_dtype(),
         _float32_precision(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cudnn.deterministic,
         attention_kernels(),
         _attention_backend(),
     )

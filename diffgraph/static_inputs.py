@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diffgraph.signature import Call, kept_strides
+from diffgraph.signature import Call, layout
 from diffgraph.tree import Spec, unflatten
 
 
@@ -33,13 +33,17 @@ class StaticInputs:
         if self.tensors:
             torch._foreach_copy_(self.tensors, [leaves[i] for i in self._at])  # pyright: ignore[reportPrivateImportUsage]
 
+    def position(self, leaf: Any) -> int | None:
+        """Where in a call's leaves this very static input stands; `None` for anything else."""
+        return next((at for at, tensor in zip(self._at, self.tensors, strict=True) if tensor is leaf), None)
+
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments over the static buffers, in containers of their own."""
         return unflatten(self._spec, self._leaves)
 
 
 def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
-    strides = kept_strides(tensor)
-    if strides is None:
+    strides = layout(tensor)
+    if isinstance(strides, str):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -114,7 +114,9 @@ def test_accelerating_twice_is_an_error_and_the_first_stays(pipe):
     diffgraph.accelerate_pipeline(pipe)
 
 
-@pytest.mark.parametrize("verb", [diffgraph.report, diffgraph.restore_pipeline, diffgraph.capture, lambda p: diffgraph.paused(p).__enter__()])
+@pytest.mark.parametrize(
+    "verb", [diffgraph.report, diffgraph.restore_pipeline, diffgraph.capture, lambda p: diffgraph.paused(p).__enter__()]
+)
 def test_what_is_not_accelerated_says_so(pipe, verb):
     with pytest.raises(diffgraph.NotAcceleratedError, match="accelerate_pipeline"):
         verb(pipe)

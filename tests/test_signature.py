@@ -132,7 +132,12 @@ def test_a_parameter_is_a_tensor_like_any():
 
 def test_an_expanded_tensor_is_like_a_contiguous_one():
     assert signature(torch.ones(1).expand(4)) == signature(torch.ones(4))
-    assert signature(torch.ones(4, 6)[:, ::2]) == signature(torch.ones(4, 3))
+    assert signature(torch.ones(4, 1).expand(4, 3)) == signature(torch.ones(4, 3))
+
+
+def test_a_slice_is_not_like_a_contiguous_one_but_like_any_other_slice():
+    assert_differ(signature(torch.ones(4, 6)[:, ::2]), signature(torch.ones(4, 3)))
+    assert signature(torch.ones(4, 6)[:, ::2]) == signature(torch.ones(4, 9)[:, ::3])
 
 
 def test_a_dense_layout_is_kept():

@@ -90,5 +90,9 @@ class Pool(ABC):
     def set_rng_state(self, state: Any) -> None: ...
 
     @abstractmethod
+    def drew(self, before: Any) -> bool:
+        """Whether random numbers were drawn since the state `before`."""
+
+    @abstractmethod
     def replayable_rng(self, before: Any) -> bool:
         """Whether all random numbers drawn since the state `before` come from generators that a replay draws from too."""

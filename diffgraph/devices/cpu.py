@@ -111,6 +111,9 @@ class CpuPool(Pool):
     def set_rng_state(self, state: Any) -> None:
         torch.set_rng_state(state)
 
+    def drew(self, before: Any) -> bool:
+        return not torch.equal(before, torch.get_rng_state())
+
     def replayable_rng(self, before: Any) -> bool:
         return True  # the tape runs the op again, generator and all
 

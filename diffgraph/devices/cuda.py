@@ -12,6 +12,8 @@ import torch
 
 from diffgraph.devices.base import Pool, Segment
 
+_abandoned: list[Any] = []
+
 
 class CudaSegment(Segment):
     """Recorded on the pool's side stream: capture is not allowed on the default one. Nothing runs there."""
@@ -19,6 +21,7 @@ class CudaSegment(Segment):
     def __init__(self, pool: CudaPool, handle: Any) -> None:
         self.pool = pool
         self.graph = torch.cuda.CUDAGraph()
+        self._handle = handle
         self.empty = False
         self._random = _CapturedGenerator(torch.cuda.default_generators[pool.index])
         self._on_side_stream = torch.cuda.stream(pool.side_stream)
@@ -45,12 +48,21 @@ class CudaSegment(Segment):
                 self.graph.capture_end()
         except BaseException:
             self.reset()  # and the lent state stays: the captured one believes for good that it is capturing
+            self._give_up_memory()
             raise
         finally:
             self._on_side_stream.__exit__(None, None, None)
         self._random.give_back()
         # PyTorch warns of an empty graph. It is not replayed but kept: were it the pool's only one, the pool would die with it.
         self.empty = any("CUDA Graph is empty" in str(w.message) for w in caught)
+
+    def _give_up_memory(self) -> None:
+        """What `capture_end` leaves undone when it fails (aten/src/ATen/cuda/CUDAGraph.cpp): the allocator would believe for good
+        that a capture is under way, and neither reuse nor free memory as it should."""
+        _abandoned.append(self.graph)  # the pinned-memory allocator's filter goes on pointing at it
+        with suppress(RuntimeError):  # it failed later, and this was done
+            torch._C._cuda_endAllocateToPool(self.pool.index, self._handle)
+            torch._C._cuda_releasePool(self.pool.index, self._handle)
 
     def abort(self) -> None:
         with suppress(RuntimeError):  # the failure that brought us here, once more
@@ -181,6 +193,9 @@ class CudaPool(Pool):
     def set_rng_state(self, state: Any) -> None:
         torch.set_rng_state(state[0])
         torch.cuda.set_rng_state(state[1], self.device)
+
+    def drew(self, before: Any) -> bool:
+        return not all(map(torch.equal, before, self.rng_state()))
 
     def replayable_rng(self, before: Any) -> bool:
         return torch.equal(
