@@ -26,7 +26,7 @@ def runner_work(call: DenoiserCall) -> dict[str, Any]:
         "signature": host_ms(lambda: runner.entries.get(Call.of(call.args, call.kwargs, device).signature), device),
         "guards": host_ms(fingerprint.change, device),
         "copies": host_ms(lambda: recording.inputs.copy_from(leaves), device),
-        "clones": host_ms(lambda: recording.outputs(call.leaves), device),
+        "clones": host_ms(lambda: recording.outputs(leaves), device),
     }
     return {"runner_ms": sum(parts.values()), "runner_parts_ms": parts}
 

@@ -151,6 +151,49 @@ def test_a_failed_capture_leaves_the_device_usable(cuda, fault):
     assert torch.equal(y, x)
 
 
+def test_failed_captures_leave_no_memory_behind(cuda):
+    x = torch.randn(1024, 1024, device=cuda)
+    sequence = diffgraph.GraphSequence(device=cuda)
+
+    def fail():
+        with pytest.raises(RuntimeError), diffgraph.breakable_graph(sequence):
+            y = x * 2
+            torch.cuda.synchronize()
+            y.sum()
+
+    fail()
+    before = reserved()
+    for _ in range(5):
+        fail()
+    assert reserved() <= before
+    hog = torch.empty(256 * 2**20, device=cuda, dtype=torch.uint8)
+    del hog
+    assert reserved() <= before  # the allocator does not believe that a capture is under way
+
+
+def test_a_staging_buffer_is_copied_as_it_was_and_the_models_own_as_it_is(cuda):
+    table = torch.arange(4.0)
+
+    def forward():
+        staging = torch.empty(4)
+        staging.fill_(1)
+        a = staging.to(cuda)
+        staging.fill_(2)
+        return a + staging.to(cuda) * 10 + table.to(cuda) * 100
+
+    sequence = diffgraph.GraphSequence(device=cuda)
+    with diffgraph.breakable_graph(sequence):
+        y = forward()
+    for _ in range(2):
+        assert torch.equal(y, forward())
+        sequence.replay()
+        table.add_(1)
+        sequence.replay()
+    with pytest.raises(diffgraph.CaptureError, match="outlives"), diffgraph.breakable_graph(diffgraph.GraphSequence()):
+        table.add_(1)
+        table.to(cuda)
+
+
 def test_dropout_draws_the_same_numbers_as_eager(cuda):
     x = torch.ones(4096, device=cuda)
     sequence = diffgraph.GraphSequence(device=cuda)
