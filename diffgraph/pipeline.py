@@ -136,17 +136,20 @@ def restore_pipeline(pipe: P) -> P:
 
 
 def capture(pipe: Any, shapes: Any = None) -> None:
-    """Record more shapes, or (without `shapes`) let signatures that were refused or dropped be recorded at their next call.
+    """Record more shapes, or all of them anew, say after a change of weights.
 
-    Takes what `capture_shapes` of `accelerate_pipeline` takes. Call it after a change of weights to record again.
-    Raises `ShapeError` and `NotAcceleratedError`; what was recorded before stays.
+    `shapes` is what `capture_shapes` of `accelerate_pipeline` may be; what they record replaces what was recorded for the same
+    signature. Without it, everything is forgotten, refusals too: the shapes given so far are recorded again, and signatures that
+    were recorded on demand are so at their next calls. Raises `ShapeError` and `NotAcceleratedError`.
     """
     runners = [runner for _, runner in _runners(pipe)]
-    wanted = load_shapes(shapes) if shapes is not None else []
-    if wanted and isinstance(pipe, torch.nn.Module):
+    if shapes is not None and isinstance(pipe, torch.nn.Module):
         raise OptionTypeError("shapes need a pipeline to run through; a module is recorded by calling it")
+    wanted = load_shapes(shapes) if shapes is not None else runners[0].shapes
     for runner in runners:
         runner.forgive()
+        if shapes is None:
+            runner.release()
     if wanted:
         capture_at_startup(pipe, runners, wanted)
 

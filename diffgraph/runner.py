@@ -26,6 +26,7 @@ from diffgraph.reasons import Reason
 from diffgraph.recorder import open_recorder
 from diffgraph.refusals import refusal
 from diffgraph.sequence import HostValueChanged
+from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused, Signature
 from diffgraph.tensors import bits_of
 from diffgraph.tree import flatten
@@ -61,6 +62,7 @@ class Entry:
     def __init__(self, label: str) -> None:
         self.label = label
         self.recording: Recording | None = None
+        self.insistence = 0  # of the runner, when that was made
         self.trusted = False  # a replay was found equal to eager
         self.doubted = False  # another signature's forward has since changed something that this one may rely on
         self.seen = 0  # eager calls since there was no recording that may serve as warm-up
@@ -113,7 +115,9 @@ class Runner:
         self._changes = 0  # seen without a replay between them
         self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
         self._paused = 0
-        self._insisting = 0  # inside `diffgraph.capture`: record at first sight
+        self._insisting = 0  # inside `diffgraph.capture`: record at first sight, and anew
+        self._insistence = 0  # which time it is
+        self.shapes: list[CaptureShape] = []  # recorded through a pipeline so far
         self._device = torch.device("cpu")
         self._state_lock = threading.RLock()
         self._count_lock = threading.Lock()
@@ -165,6 +169,8 @@ class Runner:
             if pool.in_turn:  # a break of another recording of this pool called us
                 raise Refused(Reason.NESTED_CAPTURE)
             entry = self._entry(call.signature)
+            if self._insisting and entry.recording is not None and entry.insistence != self._insistence:
+                self._lose(entry, entry.recording)
             route = self._route(entry)
             if route is Route.REPLAY:
                 return self._replay(module, entry, call, args, kwargs)
@@ -331,7 +337,7 @@ class Runner:
             recording.release()
             self._note_escape(entry)
         else:
-            entry.recording, entry.lost = recording, None
+            entry.recording, entry.lost, entry.insistence = recording, None, self._insistence
             entry.memory_bytes = pool.bytes() - before
             if not self.memory.admit(entry, pool):
                 entry.demote(Reason.OUT_OF_MEMORY)
@@ -440,6 +446,7 @@ class Runner:
     @contextmanager
     def insisting(self) -> Iterator[None]:
         self._insisting += 1
+        self._insistence += 1
         try:
             yield
         finally:

@@ -37,6 +37,8 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
             device = torch.device(getattr(pipe, "_execution_device", None) or pipe.device)
             bar.set_postfix_str(f"{shape}, {free_memory(device) / _MIB:.0f} MiB free")
             _run(pipe, shape)
+    for runner in runners:
+        runner.shapes = list(dict.fromkeys([*runner.shapes, *shapes]))
 
 
 def _run(pipe: Any, shape: CaptureShape) -> None:

@@ -255,6 +255,30 @@ def test_more_shapes_later_and_after_a_change_of_weights(pipe):
     assert diffgraph.report(pipe).eager == seen.eager
 
 
+def test_capture_records_anew_what_no_guard_can_see(pipe):
+    table = {"gain": 1.0}  # a global that the forward reads
+    block = pipe.transformer.transformer_blocks[0]
+    plain = type(block).forward
+    patched = lambda self, *args, **kwargs: tuple(t * table["gain"] for t in plain(self, *args, **kwargs))  # noqa: E731
+    type(block).forward, expected = patched, {}
+    try:
+        for gain in (1.0, 2.0):
+            table["gain"] = gain
+            expected[gain] = latents(pipe)
+        for shapes in ("64x64", None):
+            table["gain"] = 1.0
+            diffgraph.accelerate_pipeline(pipe, capture_shapes="64x64")
+            assert torch.equal(latents(pipe), expected[1.0])
+            table["gain"] = 2.0
+            diffgraph.capture(pipe, shapes)
+            before = diffgraph.report(pipe)
+            assert torch.equal(latents(pipe), expected[2.0])
+            assert diffgraph.report(pipe).eager == before.eager
+            diffgraph.restore_pipeline(pipe)
+    finally:
+        type(block).forward = plain
+
+
 def test_start_up_without_shapes_records_nothing_until_told(pipe):
     diffgraph.accelerate_pipeline(pipe, capture="startup")
     latents(pipe)
