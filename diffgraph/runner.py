@@ -43,6 +43,8 @@ FREE_TRIES = 4
 #: After so many changes of state without a replay between them, the runner looks again only after so many calls.
 MAX_CHANGES = 8
 MAX_REST = 16
+#: A replay may take this much of eager's time before the signature is demoted; less is noise.
+MAX_SLOWER = 1.03
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -382,12 +384,17 @@ class Runner:
         """The first replay beside eager on the same inputs; equal to the bit, or this signature stays eager."""
         pool = recording.pool
         rng = pool.rng_state()
-        replayed = self._run(entry, recording, call)
+        replayed, replay_ms = pool.timed(lambda: self._run(entry, recording, call))
         pool.set_rng_state(rng)
-        output = self._eager(module, args, kwargs)
+        output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
         same = same_bits(replayed, output)
         if self._changed_state(module, entry) and entry.recording is None:
             self._count(Route.EAGER, Reason.SIDE_EFFECTS)
+        elif same and self._is_slower(entry, recording, call, replay_ms, eager_ms):
+            self._lose(entry, recording)
+            entry.demote(Reason.NOT_FASTER)
+            self._count(Route.EAGER, Reason.NOT_FASTER)
+            logger.info("%s runs eager: a replay takes %.2f ms, eager %.2f ms", entry.label, replay_ms, eager_ms)
         elif same:
             entry.trusted, entry.doubted = True, False
             entry.replays += 1
@@ -406,6 +413,14 @@ class Runner:
                 f"diffgraph: {entry.label} runs eager: its replay differed from eager", CaptureWarning, stacklevel=4
             )
         return output
+
+    def _is_slower(self, entry: Entry, recording: Recording, call: Call, replay_ms: float | None, eager_ms: float | None) -> bool:
+        if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms:
+            return False
+        rng = recording.pool.rng_state()
+        _, again_ms = recording.pool.timed(lambda: self._run(entry, recording, call))  # a graph's first launch is slower
+        recording.pool.set_rng_state(rng)
+        return again_ms is not None and again_ms > MAX_SLOWER * eager_ms
 
     def _lose(self, entry: Entry, recording: Recording) -> None:
         with recording.pool.lock:

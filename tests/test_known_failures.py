@@ -17,6 +17,7 @@ from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
 
 import diffgraph
+from diffgraph.devices.cpu import CpuPool
 from diffgraph.runner import same_bits
 
 
@@ -441,3 +442,21 @@ def test_a_saved_denoiser_loads_again(tmp_path):
     loaded = type(t).from_pretrained(tmp_path)
     assert all(torch.equal(v, t.state_dict()[k]) for k, v in loaded.state_dict().items())
     assert call(t, **inputs) == "replay"
+
+
+def test_a_signature_measured_slower_than_eager_is_demoted_and_its_memory_freed(monkeypatch):
+    module = accelerated(torch.nn.Linear(8, 8))
+    replay_ms = [2.0]
+
+    def timed(self, fn):
+        in_replay = "_run" in fn.__code__.co_names
+        return fn(), replay_ms[0] if in_replay else 1.0
+
+    monkeypatch.setattr(CpuPool, "timed", timed)
+    x = torch.randn(2, 8)
+    assert calls(module, 5, x) == ["unseen_signature", "capture", "not_faster", "not_faster", "not_faster"]
+    report = diffgraph.report(module)
+    assert report.memory_bytes == 0
+    assert report.signatures[0].reason == "not_faster"
+    replay_ms[0] = 0.5
+    settle(module, torch.randn(4, 8))

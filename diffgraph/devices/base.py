@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -88,6 +88,10 @@ class Pool(ABC):
 
     @abstractmethod
     def set_rng_state(self, state: Any) -> None: ...
+
+    @abstractmethod
+    def timed(self, fn: Callable[[], Any]) -> tuple[Any, float | None]:
+        """What `fn` returns, and how long the device took, in ms, idling included; `None` where time says nothing."""
 
     @abstractmethod
     def drew(self, before: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -193,6 +193,16 @@ class CudaPool(Pool):
     def set_rng_state(self, state: Any) -> None:
         torch.set_rng_state(state[0])
         torch.cuda.set_rng_state(state[1], self.device)
+
+    def timed(self, fn: Callable[[], Any]) -> tuple[Any, float | None]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(self.device)
+        stream.synchronize()
+        start.record(stream)
+        result = fn()
+        end.record(stream)
+        end.synchronize()
+        return result, start.elapsed_time(end)
 
     def drew(self, before: Any) -> bool:
         return not all(map(torch.equal, before, self.rng_state()))
