@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
+from diffgraph.current import RECORDING, open_recorder
 from diffgraph.errors import OptionError
-from diffgraph.recorder import open_recorder
 
 
 @contextmanager
 def placed(module: torch.nn.Module, breaks: str | Sequence[str]) -> Iterator[None]:
     """Inside, every chosen call is a break of the capture that the calling thread has open."""
-    with ExitStack() as stack:
+    with RECORDING, ExitStack() as stack:
         if breaks in ("auto", "attention"):
             stack.enter_context(_attention())
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from threading import RLock
 from typing import Any
 
 import torch
@@ -16,10 +15,8 @@ from diffgraph.recorder import record
 from diffgraph.sequence import GraphSequence
 from diffgraph.signature import Call, is_constant
 from diffgraph.static_inputs import StaticInputs
-from diffgraph.tree import Spec, flatten, unflatten
-
-#: One capture at a time in this process: the patches that place breaks are global while they last.
-_CAPTURE_LOCK = RLock()
+from diffgraph.tensors import describe, has_plain_memory
+from diffgraph.tree import Spec, flatten, map_leaves, unflatten
 
 Forward = Callable[..., Any]
 
@@ -122,11 +119,10 @@ def capture(
         args, kwargs = inputs.call()
         weights = chain(module.parameters(), module.buffers())
         with (
-            _CAPTURE_LOCK,
             break_points.placed(module, () if whole else breaks),
             record(sequence, weights=weights, inputs=inputs.tensors, whole=whole) as recorder,
         ):
-            output = forward(*args, **kwargs)
+            output = map_leaves(_settled, forward(*args, **kwargs))
             _check_outputs(output)
         recording.wrote_inputs = bool(recorder.written)
         recording._set_outputs(output, recorder.is_born)
@@ -137,8 +133,16 @@ def capture(
         return recording, result
 
 
+def _settled(leaf: Any) -> Any:
+    """Without a conjugation or negation that is yet to be done: an alias of the memory would not know of it."""
+    lazy = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and (leaf.is_conj() or leaf.is_neg())
+    return leaf.resolve_conj().resolve_neg() if lazy else leaf
+
+
 def _check_outputs(output: Any) -> None:
     for leaf in flatten(output)[0]:
+        if isinstance(leaf, torch.Tensor) and not has_plain_memory(leaf):
+            raise CaptureError(f"the forward returned a {describe(leaf)}; accepted: plain dense tensors")
         if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
             raise CaptureError(
                 f"the forward returned a {type(leaf).__qualname__}, which a replay cannot make anew; "

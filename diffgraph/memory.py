@@ -32,20 +32,23 @@ class Memory:
         return pool
 
     def admit(self, entry: Evictable, pool: Pool) -> bool:
-        """Take in a new recording, evicting the least recently used until the budget holds; False if it does not fit alone."""
+        """Take in a new recording, evicting the least recently used until the budget holds. False: it does not fit even alone."""
         recordings = self._lru[pool]
         recordings[entry] = None
         while len(recordings) > self._options.max_graphs:
             self._evict_oldest(pool)
         limit = self._limit(pool.device)
+        if limit is None or pool.bytes() <= limit:
+            return True
         alone = len(recordings) == 1
         # A CUDA pool gives its memory back with its last graph only, so this may end with none: the next capture starts afresh.
-        while limit is not None and recordings and pool.bytes() > limit:
+        while recordings and pool.bytes() > limit:
             self._evict_oldest(pool)
-        return not (alone and entry not in recordings)
+        return entry in recordings or not alone
 
     def touch(self, entry: Evictable, pool: Pool) -> None:
-        self._lru[pool].move_to_end(entry)
+        if entry in self._lru[pool]:
+            self._lru[pool].move_to_end(entry)
 
     def forget(self, entry: Evictable, pool: Pool) -> None:
         self._lru[pool].pop(entry, None)

@@ -15,6 +15,7 @@ from diffgraph.errors import (
     NoDenoiserError,
     NotAcceleratedError,
     NotYetError,
+    OptionError,
     OptionTypeError,
 )
 from diffgraph.memory import Memory
@@ -82,6 +83,8 @@ def accelerate_pipeline(
         >>> print(diffgraph.report(pipe))
     """
     modules = _denoisers(pipe, components)
+    if capture_shapes is not None and isinstance(pipe, torch.nn.Module):
+        raise OptionTypeError("capture_shapes need a pipeline to run through; a module is recorded by calling it")
     shapes = load_shapes(capture_shapes) if capture_shapes is not None else []
     options = checked(
         backend=backend,
@@ -98,12 +101,14 @@ def accelerate_pipeline(
     )
     if any(_serves(module, pipe) for module in modules.values()):
         raise AlreadyAcceleratedError(f"this {type(pipe).__name__} is accelerated already; call restore_pipeline first")
-    runners = _install(pipe, modules, options)
+    _check_shared(modules, options)
     try:
+        runners = _install(pipe, modules, options)
         if shapes:
             capture_at_startup(pipe, runners, shapes)
     except BaseException:
-        restore_pipeline(pipe)
+        for module, runner in _found(pipe):
+            _disown(pipe, module, runner)
         raise
     return pipe
 
@@ -129,9 +134,7 @@ def restore_pipeline(pipe: P) -> P:
     A denoiser that several accelerated pipelines share is restored with the last of them. Raises `NotAcceleratedError`.
     """
     for module, runner in _runners(pipe):
-        _owners[runner].discard(pipe)
-        if not _owners[runner]:
-            _uninstall(module, runner)
+        _disown(pipe, module, runner)
     return pipe
 
 
@@ -156,7 +159,7 @@ def capture(pipe: Any, shapes: Any = None) -> None:
 
 @contextmanager
 def paused(pipe: Any) -> Iterator[None]:
-    """Eager inside the `with`; recordings stay. Raises `NotAcceleratedError`."""
+    """Eager inside the `with`, in all threads; recordings stay. Raises `NotAcceleratedError`."""
     with ExitStack() as stack:
         for _, runner in _runners(pipe):
             stack.enter_context(runner.paused())
@@ -200,19 +203,32 @@ def _runner(module: torch.nn.Module) -> Runner | None:
 
 
 def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
-    candidates = [pipe] if isinstance(pipe, torch.nn.Module) else [getattr(pipe, name, None) for name in DENOISERS]
-    modules = [module for module in candidates if isinstance(module, torch.nn.Module)]
-    found = [(m, runner) for m in modules if (runner := _runner(m)) is not None and pipe in _owners[runner]]
+    found = _found(pipe)
     if not found:
         raise NotAcceleratedError(f"this {type(pipe).__name__} is not accelerated; call accelerate_pipeline first")
     return found
 
 
+def _found(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
+    candidates = [pipe] if isinstance(pipe, torch.nn.Module) else [getattr(pipe, name, None) for name in DENOISERS]
+    modules = [module for module in candidates if isinstance(module, torch.nn.Module)]
+    return [(m, runner) for m in modules if (runner := _runner(m)) is not None and pipe in _owners[runner]]
+
+
+def _check_shared(modules: dict[str, torch.nn.Module], options: Options) -> None:
+    for name, module in modules.items():
+        break_points.check(module, options.breaks)
+        runner = _runner(module)
+        if runner is not None and runner.options != options:
+            raise OptionError(
+                f"the {name} is shared with a pipeline that was accelerated with other options: {runner.options}; "
+                f"accepted: the same, given {options}"
+            )
+
+
 def _install(pipe: Any, modules: dict[str, torch.nn.Module], options: Options) -> list[Runner]:
     """`torch.nn.Module` asks `_compiled_call_impl` before its own call: there a runner outlives whatever offloading, hooks and
     adapters do to `forward`, leaves signature and types alone, and is dropped by `deepcopy` and pickle."""
-    for module in modules.values():
-        break_points.check(module, options.breaks)
     memory = Memory(options)
     runners = []
     for name, module in modules.items():
@@ -224,6 +240,12 @@ def _install(pipe: Any, modules: dict[str, torch.nn.Module], options: Options) -
         _owners[runner].add(pipe)
         runners.append(runner)
     return runners
+
+
+def _disown(pipe: Any, module: torch.nn.Module, runner: Runner) -> None:
+    _owners[runner].discard(pipe)
+    if not _owners[runner]:
+        _uninstall(module, runner)
 
 
 def _uninstall(module: torch.nn.Module, runner: Runner) -> None:

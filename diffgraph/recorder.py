@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import gc
 import operator
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -22,21 +21,15 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.ambient import Ambient
+from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError
+from diffgraph.host_reads import host_reads_seen
 from diffgraph.recordable import on_host_alone, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
-from diffgraph.tensors import bits_of, has_plain_memory, plain_parts, storage_of, tensors_in
+from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in
 from diffgraph.tree import flatten, map_leaves, unflatten
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_open = threading.local()
-
-
-def open_recorder() -> Recorder | None:
-    """The capture that this thread has open, if any."""
-    return getattr(_open, "recorder", None)
-
 
 @contextmanager
 def breakable_graph(sequence: GraphSequence) -> Iterator[None]:
@@ -64,18 +57,18 @@ def record(
 
     `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all.
     """
-    if open_recorder() is not None or _foreign_capture():
+    if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
     recorder = Recorder(sequence, weights, inputs, whole)
-    with sequence.pool.recording(), torch.no_grad(), _no_autocast_cache():
+    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), torch.no_grad(), _no_autocast_cache():
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
         sequence.ambient = Ambient.now(sequence.pool.device.type)
         rng = sequence.pool.rng_state()
-        _open.recorder = recorder
+        opened.recorder = recorder
         try:
             recorder.begin()
-            with recorder, _HostReads.seen():
+            with recorder, host_reads_seen(sequence.pool.device):
                 yield recorder
             recorder.finish()
         except BaseException:
@@ -83,7 +76,7 @@ def record(
             sequence.pool.set_rng_state(rng)
             raise
         finally:
-            _open.recorder = None
+            opened.recorder = None
 
 
 def eager_on_graph(fn: F) -> F:
@@ -101,10 +94,6 @@ def eager_on_graph(fn: F) -> F:
         return recorder.run_break(getattr(fn, "__qualname__", repr(fn)), fn, args, kwargs)
 
     return wrapper  # type: ignore[return-value]
-
-
-def _foreign_capture() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
@@ -310,7 +299,7 @@ class Recorder(TorchDispatchMode):
             elif leaf.device.type != self.pool.device.type:
                 binding = HostTensor(leaf)
             elif not has_plain_memory(leaf):
-                raise CaptureError(f"a break returned a {_kind(leaf)}; accepted: plain dense tensors")
+                raise CaptureError(f"a break returned a {describe(leaf)}; accepted: plain dense tensors")
             elif storage_of(leaf) in given:
                 binding = SameMemory(leaf)
             else:
@@ -326,53 +315,6 @@ class Recorder(TorchDispatchMode):
                 else:
                     self._pending.append((buffer, bindings[i], result))
         return bindings, replaced
-
-
-class _HostReads:
-    """What reads a CPU tensor's memory without an op is a break too. On a GPU a tensor is brought to the host first: an op.
-
-    Patches, as a `TorchFunctionMode` makes torch's fused layers take another path. They are there while any thread records.
-    """
-
-    _names = ("tolist", "numpy")  # `__array__` calls numpy
-    _lock = threading.Lock()
-    _users = 0
-
-    @classmethod
-    @contextmanager
-    def seen(cls) -> Iterator[None]:
-        cls._count(1)
-        try:
-            yield
-        finally:
-            cls._count(-1)
-
-    @classmethod
-    def _count(cls, change: int) -> None:
-        with cls._lock:
-            cls._users += change
-            for name in cls._names:
-                if cls._users == 1 and change == 1:
-                    setattr(torch.Tensor, name, cls._stand_in(getattr(torch.Tensor, name)))
-                elif cls._users == 0:
-                    delattr(torch.Tensor, name)  # it is inherited
-
-    @staticmethod
-    def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            recorder = open_recorder()
-            # Not in the stack: an op's own implementation reads, or `repr` does.
-            listening = recorder in _python_dispatch._get_current_dispatch_mode_stack()
-            if recorder is not None and listening and not recorder.in_break and recorder.pool.device.type == "cpu":
-                recorder.run_break(f"Tensor.{original.__name__}", _content, (tensor,), {})
-            return original(tensor, *args, **kwargs)
-
-        return read
-
-
-def _content(tensor: torch.Tensor) -> bytes:
-    return bits_of(tensor).numpy().tobytes()
 
 
 def _buffers_for(views: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -400,8 +342,3 @@ def _extent(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    lazy = tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
-    return "view that is conjugated or negated lazily" if lazy else f"{type(tensor).__name__} of {tensor.layout}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 import warnings
 import weakref
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,17 +20,18 @@ import torch
 from torch.utils._device import DeviceContext
 
 from diffgraph.capture import Recording, capture
+from diffgraph.compare import same_bits
+from diffgraph.current import foreign_capture, open_recorder
 from diffgraph.devices import SUPPORTED, Pool
+from diffgraph.errors import HostValueChanged
 from diffgraph.guards import Fingerprint
 from diffgraph.memory import Memory
 from diffgraph.options import Options
 from diffgraph.reasons import Reason
-from diffgraph.recorder import open_recorder
 from diffgraph.refusals import refusal
-from diffgraph.sequence import HostValueChanged
 from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused, Signature
-from diffgraph.tensors import bits_of
+from diffgraph.tensors import tensors_in
 from diffgraph.tree import flatten
 
 logger = logging.getLogger("diffgraph")
@@ -45,7 +48,6 @@ MAX_CHANGES = 8
 MAX_REST = 16
 #: A replay may take this much of eager's time before the signature is demoted; less is noise.
 MAX_SLOWER = 1.03
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CaptureWarning(UserWarning):
@@ -91,10 +93,6 @@ class Entry:
         """Eager calls to see before capturing: more where recordings do not last, or they would cost more than they save."""
         return 2 ** min(max(self.unpaid - FREE_TRIES, 0), 10)
 
-    def demote(self, reason: Reason) -> None:
-        self.evict()
-        self.refused = reason
-
 
 class Runner:
     """Stands in for a module's call. Knows the module weakly, so that it does not keep its weights alive."""
@@ -108,7 +106,7 @@ class Runner:
         self.entries: dict[Signature, Entry] = {}
         self._variants: Counter[Signature] = Counter()  # signatures by what they are without their numbers
         # What the recordings hold would otherwise keep the weights until the garbage collector finds the cycle.
-        self._module = weakref.ref(module, lambda _: self.release())
+        self._module = weakref.ref(module, partial(_release, weakref.ref(self)))
         self.wrapped = module.__dict__.get("_compiled_call_impl")  # the user's own `module.compile()`
         self._positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._fingerprint: Fingerprint | None = None
@@ -117,8 +115,8 @@ class Runner:
         self._changes = 0  # seen without a replay between them
         self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
         self._paused = 0
-        self._insisting = 0  # inside `diffgraph.capture`: record at first sight, and anew
-        self._insistence = 0  # which time it is
+        self._thread = threading.local()
+        self._insistence = 0  # how often `diffgraph.capture` was called
         self.shapes: list[CaptureShape] = []  # recorded through a pipeline so far
         self._device = torch.device("cpu")
         self._state_lock = threading.RLock()
@@ -141,7 +139,7 @@ class Runner:
             return self._forward(module)(*args, **kwargs)
         except torch.OutOfMemoryError:
             # Eager alone might have fitted: give back what is ours, and try once more.
-            if not any(entry.recording for entry in self.entries.values()):
+            if not any(entry.recording for entry in list(self.entries.values())):
                 raise
         self.release()
         torch.cuda.empty_cache()
@@ -161,10 +159,11 @@ class Runner:
             raise Refused(Reason.PAUSED)
         if torch.is_grad_enabled():
             raise Refused(Reason.GRAD_ENABLED)
+        # First of all: inside an open capture nothing may be dropped either.
+        if open_recorder() is not None or foreign_capture() or _intercepted():
+            raise Refused(Reason.NESTED_CAPTURE)
         with self._state_lock:
             device = self._check_state(module)
-        if open_recorder() is not None or _capturing(device) or _intercepted():
-            raise Refused(Reason.NESTED_CAPTURE)
         call = Call.of(args, kwargs, device)
         pool = self.memory.pool(device)
         with pool.lock:
@@ -172,7 +171,7 @@ class Runner:
                 raise Refused(Reason.NESTED_CAPTURE)
             entry = self._entry(call.signature)
             if self._insisting and entry.recording is not None and entry.insistence != self._insistence:
-                self._lose(entry, entry.recording)
+                self._drop(entry)
             route = self._route(entry)
             if route is Route.REPLAY:
                 return self._replay(module, entry, call, args, kwargs)
@@ -191,8 +190,9 @@ class Runner:
                 self._drop_all(self._last_change)
                 self._fingerprint = None  # the next call starts from the state that it finds
             raise Refused(self._last_change)
-        change = None if self._fingerprint is None else self._fingerprint.change()
-        if self._fingerprint is None or change is not None:
+        fingerprint = self._fingerprint
+        change = None if fingerprint is None else fingerprint.change()
+        if fingerprint is None or change is not None:
             self._take_fingerprint(module)
         if change is not None:
             self._last_change = self._refusal or change
@@ -214,11 +214,8 @@ class Runner:
 
     def _drop_all(self, reason: Reason) -> None:
         for entry in list(self.entries.values()):
-            lost = entry.lost
-            if entry.recording is not None:
-                lost = reason
-                self._lose(entry, entry.recording)
-            entry.lost, entry.seen = lost, 0
+            self._drop(entry, lost=entry.lost if entry.recording is None else reason)
+            entry.seen = 0
             if entry.refused is not Reason.VERIFY_FAILED:  # that one is for good
                 entry.refused = None
 
@@ -242,7 +239,7 @@ class Runner:
         return entry
 
     def _may_capture(self) -> bool:
-        return self.options.capture == "on_demand" or self._insisting > 0
+        return self.options.capture == "on_demand" or self._insisting
 
     def _route(self, entry: Entry) -> Route:
         if entry.recording is not None:
@@ -271,7 +268,7 @@ class Runner:
         )
         with pool.lock:
             if changed_arguments or not pool.replayable_rng(rng):
-                entry.demote(Reason.SIDE_EFFECTS)
+                self._drop(entry, refused=Reason.SIDE_EFFECTS)
             elif self._changed_state(module, entry):
                 pass
             elif fingerprint is not None and fingerprint.state_versions() != state:
@@ -285,28 +282,26 @@ class Runner:
     def _changed_state(self, module: torch.nn.Module, entry: Entry) -> bool:
         """Whether the forward itself, while it ran eagerly, changed what recordings rely on: a cache that fills, which is over by
         the next call, or state, which is not. What others have recorded may rely on what was there before."""
-        change = None if self._fingerprint is None else self._fingerprint.change()
+        fingerprint = self._fingerprint
+        change = None if fingerprint is None else fingerprint.change()
         if change is None:
             return False
         self._take_fingerprint(module)
-        self._note_escape(entry)
         for other in list(self.entries.values()):
-            if other is entry or other.recording is None:
+            if other.recording is None:
                 continue
             # Most likely a cache that fills: then nothing need be recorded again, only compared.
-            if self.options.verify and change is Reason.ATTRIBUTES_CHANGED:
+            if self.options.verify and change is Reason.ATTRIBUTES_CHANGED and other is not entry:
                 other.trusted, other.doubted = False, True
             else:
-                self._lose(other, other.recording)
-                other.lost = change
+                self._drop(other, lost=change)
+        self._note_escape(entry)
         return True
 
     def _note_escape(self, entry: Entry) -> None:
         entry.escapes += 1
         if entry.escapes > 2:
-            if entry.recording is not None:
-                self._lose(entry, entry.recording)
-            entry.demote(Reason.SIDE_EFFECTS)
+            self._drop(entry, refused=Reason.SIDE_EFFECTS)
 
     def _capture(self, module: Any, entry: Entry, call: Call, pool: Pool, args: Any, kwargs: Any) -> Any:
         before = pool.bytes()
@@ -320,10 +315,10 @@ class Runner:
                 breaks=self.options.breaks,
             )
         except torch.OutOfMemoryError:
-            entry.demote(Reason.OUT_OF_MEMORY)
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
-            entry.demote(Reason.CAPTURE_FAILED)
+            self._drop(entry, refused=Reason.CAPTURE_FAILED)
             warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=4)
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
         self._count(Route.CAPTURE)
@@ -331,8 +326,8 @@ class Runner:
             for live, static in zip(_distinct_tensors(call.leaves), recording.inputs.tensors, strict=True):
                 live.copy_(static)
             recording.release()
-            entry.demote(Reason.SIDE_EFFECTS)
-        elif self._changed_state(module, entry):
+            self._drop(entry, refused=Reason.SIDE_EFFECTS)
+        elif self._changed_state(module, entry) or self.entries.get(call.signature) is not entry:
             recording.release()
         elif recording.escaped:
             # The result is right, but a cache of the model now holds what a replay would overwrite. It is full: once more.
@@ -342,7 +337,7 @@ class Runner:
             entry.recording, entry.lost, entry.insistence = recording, None, self._insistence
             entry.memory_bytes = pool.bytes() - before
             if not self.memory.admit(entry, pool):
-                entry.demote(Reason.OUT_OF_MEMORY)
+                entry.refused = Reason.OUT_OF_MEMORY
         return output
 
     def _replay(self, module: Any, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
@@ -351,11 +346,7 @@ class Runner:
         if not entry.trusted and self.options.verify:
             return self._verify(module, entry, recording, call, args, kwargs)
         output = self._run(entry, recording, call)
-        self._changes = 0
-        self.memory.touch(entry, recording.pool)
-        entry.replays += 1
-        entry.recent_replays += 1
-        self._count(Route.REPLAY)
+        self._note_replay(entry, recording)
         return output
 
     def _run(self, entry: Entry, recording: Recording, call: Call) -> Any:
@@ -366,15 +357,13 @@ class Runner:
             with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext():
                 return recording.run(call.leaves)
         except HostValueChanged as changed:
-            self._lose(entry, recording)
-            entry.lost = Reason.HOST_VALUE_CHANGED
+            self._drop(entry, lost=Reason.HOST_VALUE_CHANGED)
             raise Refused(Reason.HOST_VALUE_CHANGED, str(changed)) from None
         except torch.OutOfMemoryError:
-            self._lose(entry, recording)
+            self._drop(entry, lost=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
-            self._lose(entry, recording)
-            entry.demote(Reason.CAPTURE_FAILED)
+            self._drop(entry, refused=Reason.CAPTURE_FAILED)
             warnings.warn(
                 f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5
             )
@@ -383,49 +372,74 @@ class Runner:
     def _verify(self, module: Any, entry: Entry, recording: Recording, call: Call, args: Any, kwargs: Any) -> Any:
         """The first replay beside eager on the same inputs; equal to the bit, or this signature stays eager."""
         pool = recording.pool
-        rng = pool.rng_state()
+        rng = pool.rng_state() if recording.draws else None
         replayed, replay_ms = pool.timed(lambda: self._run(entry, recording, call))
-        pool.set_rng_state(rng)
+        if rng is not None:
+            pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
-        same = same_bits(replayed, output)
-        if self._changed_state(module, entry) and entry.recording is None:
-            self._count(Route.EAGER, Reason.SIDE_EFFECTS)
-        elif same and self._is_slower(entry, recording, call, replay_ms, eager_ms):
-            self._lose(entry, recording)
-            entry.demote(Reason.NOT_FASTER)
-            self._count(Route.EAGER, Reason.NOT_FASTER)
-            logger.info("%s runs eager: a replay takes %.2f ms, eager %.2f ms", entry.label, replay_ms, eager_ms)
-        elif same:
+        reason = self._distrust(module, entry, recording, call, same_bits(replayed, output), replay_ms, eager_ms)
+        if reason is None:
             entry.trusted, entry.doubted = True, False
-            entry.replays += 1
-            entry.recent_replays += 1
-            self.memory.touch(entry, pool)
-            self._count(Route.REPLAY)
-        elif entry.doubted:
-            self._lose(entry, recording)
-            entry.lost = Reason.SIDE_EFFECTS
-            self._count(Route.EAGER, Reason.SIDE_EFFECTS)
+            self._note_replay(entry, recording)
         else:
-            self._lose(entry, recording)
-            entry.demote(Reason.VERIFY_FAILED)
-            self._count(Route.EAGER, Reason.VERIFY_FAILED)
-            warnings.warn(
-                f"diffgraph: {entry.label} runs eager: its replay differed from eager", CaptureWarning, stacklevel=4
-            )
+            self._count(Route.EAGER, reason)
         return output
 
-    def _is_slower(self, entry: Entry, recording: Recording, call: Call, replay_ms: float | None, eager_ms: float | None) -> bool:
-        if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms:
-            return False
-        rng = recording.pool.rng_state()
-        _, again_ms = recording.pool.timed(lambda: self._run(entry, recording, call))  # a graph's first launch is slower
-        recording.pool.set_rng_state(rng)
-        return again_ms is not None and again_ms > MAX_SLOWER * eager_ms
+    def _distrust(
+        self,
+        module: Any,
+        entry: Entry,
+        recording: Recording,
+        call: Call,
+        same: bool,
+        replay_ms: float | None,
+        eager_ms: float | None,
+    ) -> Reason | None:
+        """Why a replay is not to be trusted after all, its recording given up; `None` when it is."""
+        if entry.recording is not recording:  # eager ran out of memory and took ours
+            return Reason.OUT_OF_MEMORY
+        if self._changed_state(module, entry):
+            return Reason.SIDE_EFFECTS
+        if not same and entry.doubted:
+            self._drop(entry, lost=Reason.SIDE_EFFECTS)
+            return Reason.SIDE_EFFECTS
+        if not same:
+            self._drop(entry, refused=Reason.VERIFY_FAILED)
+            text = f"diffgraph: {entry.label} runs eager: its replay differed from eager"
+            warnings.warn(text, CaptureWarning, stacklevel=6)
+            return Reason.VERIFY_FAILED
+        if self._is_slower(recording, call, replay_ms, eager_ms):
+            self._drop(entry, refused=Reason.NOT_FASTER)
+            logger.info("%s runs eager: a replay takes %s ms, eager %s ms", entry.label, replay_ms, eager_ms)
+            return Reason.NOT_FASTER
+        return None
 
-    def _lose(self, entry: Entry, recording: Recording) -> None:
-        with recording.pool.lock:
-            self.memory.forget(entry, recording.pool)
-            entry.evict()
+    def _is_slower(self, recording: Recording, call: Call, replay_ms: float | None, eager_ms: float | None) -> bool:
+        """Whether the fastest of three replays is slower than eager: the first launch of a graph is, often."""
+        for _ in range(2):
+            if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms or recording.draws:
+                return False
+            _, again = recording.pool.timed(lambda: recording.run(call.leaves))
+            replay_ms = replay_ms if again is None else min(replay_ms, again)
+        return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms
+
+    def _note_replay(self, entry: Entry, recording: Recording) -> None:
+        self._changes = 0
+        self.memory.touch(entry, recording.pool)
+        entry.replays += 1
+        entry.recent_replays += 1
+        self._count(Route.REPLAY)
+
+    def _drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
+        """Give up an entry's recording, if it has one, and say why (`lost`), or that it is not to be tried again (`refused`)."""
+        recording = entry.recording
+        if recording is not None:
+            with recording.pool.lock:
+                if entry.recording is recording:
+                    self.memory.forget(entry, recording.pool)
+                    entry.evict()
+        entry.lost = lost
+        entry.refused = refused or entry.refused
 
     # -- for the door and the report
 
@@ -434,18 +448,16 @@ class Runner:
         return False
 
     def release(self) -> None:
-        """Drop everything that is recorded."""
+        """Drop everything that is recorded, and all that is known. Takes no lock of ours while it waits for a pool's."""
         self._fingerprint = None
-        for entry in self.entries.values():
-            if entry.recording is not None:
-                self._lose(entry, entry.recording)
-        self.entries = {}
-        self._variants.clear()
+        entries, self.entries, self._variants = self.entries, {}, Counter()
+        for entry in entries.values():
+            self._drop(entry)
 
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""
         self._changes = self._rest = 0
-        for entry in self.entries.values():
+        for entry in list(self.entries.values()):
             entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
 
     @contextmanager
@@ -460,18 +472,29 @@ class Runner:
 
     @contextmanager
     def insisting(self) -> Iterator[None]:
-        self._insisting += 1
+        self._thread.insisting = True
         self._insistence += 1
         try:
             yield
         finally:
-            self._insisting -= 1
+            self._thread.insisting = False
+
+    @property
+    def _insisting(self) -> bool:
+        """Whether this thread is inside `diffgraph.capture`: record at first sight, and anew."""
+        return getattr(self._thread, "insisting", False)
 
     def _count(self, route: Route, reason: Reason | None = None) -> None:
         with self._count_lock:
             self.routes[route.value] += 1
             if reason is not None:
                 self.reasons[reason.value] += 1
+
+
+def _release(runner: weakref.ref[Runner], _: Any) -> None:
+    found = runner()
+    if found is not None and not sys.is_finalizing():
+        found.release()
 
 
 @contextmanager
@@ -484,34 +507,9 @@ def _undone(undo: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def same_bits(a: Any, b: Any) -> bool:
-    """Whether two outputs have the same containers and the same bits, NaN's included."""
-    a_leaves, a_spec = flatten(a)
-    b_leaves, b_spec = flatten(b)
-    return a_spec == b_spec and all(map(_same_leaf, a_leaves, b_leaves))
-
-
-def _same_leaf(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-            return False
-        # What has no plain memory is not compared but taken for different: sparse tensors, subclasses.
-        plain = a.layout == b.layout == torch.strided and type(a) in _PLAIN and type(b) in _PLAIN
-        return plain and torch.equal(bits_of(a), bits_of(b))
-    return a is b or (type(a) is type(b) and a == b)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 def _contents(leaves: list[Any]) -> list[Any]:
     """What shows whether tensors are written: their version, or what they hold where they have none."""
-    return [t.clone() if t.is_inference() else t._version for t in _tensors(leaves)]
+    return [t.clone() if t.is_inference() else t._version for t in tensors_in(leaves)]
 
 
 def _intercepted() -> bool:
@@ -523,4 +521,4 @@ def _intercepted() -> bool:
 
 
 def _distinct_tensors(leaves: list[Any]) -> list[torch.Tensor]:
-    return list({id(t): t for t in _tensors(leaves)}.values())
+    return list({id(t): t for t in tensors_in(leaves)}.values())

@@ -129,16 +129,24 @@ def _mode(device: torch.device) -> tuple[Any, ...]:
     """Global state that decides which kernels a forward launches."""
     kind = device.type
     return (
-        torch.is_inference_mode_enabled(),
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         torch.get_default_dtype(),
         _float32_precision(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
         torch.backends.cudnn.deterministic,
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        _allow_fp16_accumulation(),
+        torch._C._get_blas_preferred_backend(),
+        tuple(torch._C._get_sdp_priority_order()),
         attention_kernels(),
         _attention_backend(),
     )
+
+
+_allow_fp16_accumulation = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", bool)  # since torch 2.7
 
 
 def _float32_precision() -> tuple[Any, ...]:

@@ -34,18 +34,21 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
         stack.enter_context(_untouched(pipe))
         bar = stack.enter_context(tqdm(sorted(shapes, key=lambda s: s.size, reverse=True), desc="diffgraph capture"))
         for shape in bar:
-            device = torch.device(getattr(pipe, "_execution_device", None) or pipe.device)
-            bar.set_postfix_str(f"{shape}, {free_memory(device) / _MIB:.0f} MiB free")
+            bar.set_postfix_str(f"{shape}, {free_memory(_device(pipe)) / _MIB:.0f} MiB free")
             _run(pipe, shape)
-    for runner in runners:
-        runner.shapes = list(dict.fromkeys([*runner.shapes, *shapes]))
+            for runner in runners:
+                runner.shapes = list(dict.fromkeys([*runner.shapes, shape]))
+
+
+def _device(pipe: Any) -> torch.device:
+    return torch.device(getattr(pipe, "_execution_device", None) or pipe.device)
 
 
 def _run(pipe: Any, shape: CaptureShape) -> None:
     try:
         with torch.no_grad():
             pipe(**call_arguments(pipe, shape))
-    except ShapeError:
+    except (ShapeError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ShapeError(f"{type(pipe).__name__} refuses the capture shape {shape}: {error}") from error
@@ -79,17 +82,15 @@ def call_arguments(pipe: Any, shape: CaptureShape) -> dict[str, Any]:
 def _untouched(pipe: Any) -> Iterator[None]:
     """Give the pipeline back as it was: a call leaves its scheduler, its progress bar and its private fields changed."""
     before = dict(vars(pipe))
-    scheduler = before.get("scheduler")
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    scheduler, device = before.get("scheduler"), _device(pipe)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             if scheduler is not None:
                 vars(pipe)["scheduler"] = copy.deepcopy(scheduler)
             vars(pipe)["_progress_bar_config"] = {**before.get("_progress_bar_config", {}), "disable": True}
             yield
         finally:
-            offload_hooks = vars(pipe).get("_all_hooks")  # re-installed by every call of an offloaded pipeline
-            vars(pipe).clear()
+            before.pop("_all_hooks", None)  # re-installed by every call of an offloaded pipeline
+            for name in vars(pipe).keys() - before.keys() - {"_all_hooks"}:
+                del vars(pipe)[name]
             vars(pipe).update(before)
-            if offload_hooks is not None:
-                vars(pipe)["_all_hooks"] = offload_hooks

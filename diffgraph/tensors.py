@@ -39,3 +39,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # A single element counts as contiguous whatever its stride, and `view` does not agree.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """What is special about a tensor that has no plain memory, in words."""
+    lazy = tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
+    return "view that is conjugated or negated lazily" if lazy else f"{type(tensor).__name__} of {tensor.layout}"

@@ -274,8 +274,8 @@ def test_inference_mode_and_no_grad_may_alternate(order):
                         wanted = m(x)
                 assert same_bits(found, wanted)
                 assert found.is_inference() == wanted.is_inference()
-    assert diffgraph.report(m).captures == 2
-    assert diffgraph.report(m).replays >= 12
+    assert diffgraph.report(m).captures == 1
+    assert diffgraph.report(m).replays == 18
 
 
 # -- forwards that do more than compute: each is compared with a twin that is not accelerated

@@ -181,7 +181,7 @@ def test_modes_around_the_call_change_it():
     x = torch.ones(2)
     found = [signature(x)]
     with torch.inference_mode():
-        found.append(signature(x))
+        assert signature(x) == found[0]  # it changes no kernel, and start-up does not know in which one will be called
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
             found.append(signature(x))

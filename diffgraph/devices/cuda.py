@@ -13,6 +13,10 @@ import torch
 from diffgraph.devices.base import Pool, Segment
 
 _abandoned: list[Any] = []
+# torch 2.7 has it under another name
+_end_allocate_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None) or getattr(
+    torch._C, "_cuda_endAllocateCurrentStreamToPool", None
+)
 
 
 class CudaSegment(Segment):
@@ -31,6 +35,7 @@ class CudaSegment(Segment):
             self.graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         except BaseException:
             self._on_side_stream.__exit__(None, None, None)
+            self._give_up()
             raise
         self._random.lend()
 
@@ -47,8 +52,7 @@ class CudaSegment(Segment):
                 warnings.simplefilter("always")
                 self.graph.capture_end()
         except BaseException:
-            self.reset()  # and the lent state stays: the captured one believes for good that it is capturing
-            self._give_up_memory()
+            self._give_up()
             raise
         finally:
             self._on_side_stream.__exit__(None, None, None)
@@ -56,18 +60,27 @@ class CudaSegment(Segment):
         # PyTorch warns of an empty graph. It is not replayed but kept: were it the pool's only one, the pool would die with it.
         self.empty = any("CUDA Graph is empty" in str(w.message) for w in caught)
 
-    def _give_up_memory(self) -> None:
-        """What `capture_end` leaves undone when it fails (aten/src/ATen/cuda/CUDAGraph.cpp): the allocator would believe for good
-        that a capture is under way, and neither reuse nor free memory as it should."""
+    def _give_up(self) -> None:
+        """What PyTorch leaves undone when a capture fails (aten/src/ATen/cuda/CUDAGraph.cpp): the allocator would believe for
+        good that it is under way, and neither reuse nor free memory as it should; the generator likewise."""
+        try:
+            self.graph.pool()
+            captured = True  # it failed later: the graph itself has ended its part, and will release it
+        except RuntimeError:
+            captured = False
+        self.reset()
         _abandoned.append(self.graph)  # the pinned-memory allocator's filter goes on pointing at it
-        with suppress(RuntimeError):  # it failed later, and this was done
-            torch._C._cuda_endAllocateToPool(self.pool.index, self._handle)
-            torch._C._cuda_releasePool(self.pool.index, self._handle)
+        if not captured:
+            with suppress(RuntimeError):
+                _end_allocate_to_pool(self.pool.index, self._handle)
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(self.pool.index, self._handle)
+        self._random.heal(self.pool.side_stream)
 
     def abort(self) -> None:
-        with suppress(RuntimeError):  # the failure that brought us here, once more
+        with suppress(RuntimeError):  # the failure that brought us here, once more: `end` has cleaned up
             self.end()
-        self.reset()
+            self.reset()
 
     def replay(self) -> None:
         if not self.empty:
@@ -103,6 +116,19 @@ class _CapturedGenerator:
         finally:
             self.lend()
 
+    def heal(self, side_stream: torch.cuda.Stream) -> None:
+        """After a failed capture its state believes that it is capturing, and every graph that holds it fails to replay. A
+        capture that succeeds ends that."""
+        drawn_elsewhere = self._lent.get_state()
+        self._generator.graphsafe_set_state(self._captured)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side_stream), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty": it is
+            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_end()
+        graph.reset()
+        self._generator.set_state(drawn_elsewhere)
+
     def give_back(self) -> None:
         drawn_elsewhere = self._lent.get_state()
         self._generator.graphsafe_set_state(self._captured)
@@ -137,7 +163,7 @@ class CudaPool(Pool):
     @contextmanager
     def recording(self) -> Iterator[None]:
         collecting = gc.isenabled()
-        with self.turn(), torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):
             lifted = torch._C._only_lift_cpu_tensors()
             # So that the host-to-device copy of `torch.tensor(list, device=...)` is seen by a dispatch mode.
             torch._C._set_only_lift_cpu_tensors(True)
@@ -185,7 +211,10 @@ class CudaPool(Pool):
         return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool)
 
     def settle(self) -> None:
-        torch.cuda.synchronize(self.device)
+        # Not the whole device, which would invalidate a capture that another thread has open: the last user, whom earlier ones
+        # precede, and what this turn has launched.
+        self._last_use.synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
 
     def rng_state(self) -> Any:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
