@@ -24,7 +24,8 @@ setup: $(READY)
 $(READY): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "diffgraph needs Python 3.10 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[dev]"
+	@echo "installing torch, diffusers and the rest: about two minutes"
+	@$(PY) -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[dev]"
 	@touch $@
 
 run: $(READY)
@@ -51,4 +52,4 @@ format: $(READY)
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis

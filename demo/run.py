@@ -8,16 +8,18 @@ import sys
 import time
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 import diffgraph
 import pipelines
 
 PROMPTS = ("a red cat", "a red day", "a red ear")  # of one length in the tiny tokenizers
 SIZES = ((128, 128), (128, 192))
-ROUNDS = 3
+ROUNDS = 2
+GAP = 8  # pixels between pictures
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +30,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/side_by_side.png"))
     args = parser.parse_args(argv)
 
+    if args.steps < 1:
+        parser.error(f"--steps is {args.steps}; accepted: at least 1")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device is {args.device}, and this torch sees no GPU; accepted here: cpu")
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # for models as small as these, several threads wait for each other
+    diffusers.utils.logging.set_verbosity_error()
     pipe = pipelines.build(args.family, "tiny").to(args.device)
     pipe.set_progress_bar_config(disable=True)
     print(f"{type(pipe).__name__}, tiny, random weights (so its pictures are noise), on {args.device}; torch {torch.__version__}")
@@ -40,12 +49,12 @@ def main(argv: list[str] | None = None) -> int:
 
     equal = all(np.array_equal(e, a) and np.array_equal(e, f) for e, a, f in zip(eager, accelerated, first, strict=True))
     print(diffgraph.report(pipe))
-    print(f"one picture of {args.steps} steps: eager {eager_s * 1e3:.1f} ms, accelerated {accelerated_s * 1e3:.1f} ms", end="")
-    print(f" ({eager_s / accelerated_s:.2f}x; median of {ROUNDS * len(calls)})")
+    print(f"one picture of {args.steps} steps: eager {eager_s * 1e3:.1f} ms, accelerated {accelerated_s * 1e3:.1f} ms", end=" ")
+    print("(medians; on a CPU nothing waits for Python: no speedup is to be expected)" if args.device == "cpu" else "(medians)")
     print(f"{2 * len(calls)} pictures against eager: {'bit-equal' if equal else 'DIFFERENT'}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     side_by_side(eager[-len(PROMPTS) :], accelerated[-len(PROMPTS) :]).save(args.out)
-    print(f"saved {args.out}: eager above, accelerated below")
+    print(f"saved {args.out.resolve()}: eager, accelerated, and their difference")
     diffgraph.restore_pipeline(pipe)
     return 0 if equal else 1
 
@@ -67,9 +76,18 @@ def pictures(pipe, calls, steps) -> tuple[list[np.ndarray], float]:
     return taken, statistics.median(times)
 
 
-def side_by_side(above: list[np.ndarray], below: list[np.ndarray]) -> Image.Image:
-    rows = [np.concatenate(row, axis=1) for row in (above, below)]
-    return Image.fromarray((np.concatenate(rows, axis=0) * 255).round().astype(np.uint8))
+def side_by_side(eager: list[np.ndarray], accelerated: list[np.ndarray]) -> Image.Image:
+    """Three rows of pictures, each with its name: eager, accelerated, and how far apart they are (black: not at all)."""
+    difference = [np.abs(a - b) for a, b in zip(eager, accelerated, strict=True)]
+    height, width = eager[0].shape[:2]
+    sheet = Image.new("RGB", (len(eager) * (width + GAP) + GAP, 3 * (height + 3 * GAP) + GAP), "white")
+    for i, (name, row) in enumerate([("eager", eager), ("accelerated", accelerated), ("difference", difference)]):
+        top = i * (height + 3 * GAP) + GAP
+        ImageDraw.Draw(sheet).text((GAP, top), name, fill="black")
+        for j, picture in enumerate(row):
+            tile = Image.fromarray((picture * 255).round().astype(np.uint8))
+            sheet.paste(tile, (j * (width + GAP) + GAP, top + 2 * GAP))
+    return sheet
 
 
 if __name__ == "__main__":

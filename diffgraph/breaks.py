@@ -18,6 +18,7 @@ import torch
 
 from diffgraph.current import RECORDING, open_recorder
 from diffgraph.errors import OptionError
+from diffgraph.sequence import Break, GraphSequence
 
 
 @contextmanager
@@ -28,15 +29,24 @@ def placed(module: torch.nn.Module, breaks: str | Sequence[str]) -> Iterator[Non
             stack.enter_context(_attention())
         else:
             for name in breaks:
-                stack.enter_context(_named(module, name))
+                stack.enter_context(_attention() if name == "attention" else _named(module, name))
         yield
 
 
 def check(module: torch.nn.Module, breaks: str | Sequence[str]) -> None:
-    """Raise `OptionError` unless every name is a submodule of `module` or an importable function."""
+    """Raise `OptionError` unless every name is "attention", a submodule of `module` or an importable function."""
     if not isinstance(breaks, str):
         for name in breaks:
-            _resolve(module, name)
+            if name != "attention":
+                _resolve(module, name)
+
+
+def unused(breaks: str | Sequence[str], sequence: GraphSequence) -> list[str]:
+    """The names among `breaks` that the recorded forward never called."""
+    if isinstance(breaks, str):
+        return []
+    called = {step.name.partition(" (")[0] for step in sequence.steps if isinstance(step, Break)}
+    return [name for name in breaks if name not in called]
 
 
 def _break(name: str, live: Callable[[], Callable[..., Any]], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +98,8 @@ def _named(module: torch.nn.Module, name: str) -> Iterator[None]:
 def _resolve(module: torch.nn.Module, name: str) -> tuple[Any, str]:
     """The object that holds what is named, and the attribute: a submodule's forward, or a Python module's function."""
     if name in dict(module.named_modules()) and name:
+        if isinstance(module.get_submodule(name), (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            raise OptionError(f"breaks names {name!r}, a container that is never called; name what it holds, as in '{name}.0'")
         return module.get_submodule(name), "forward"
     path, _, attribute = name.rpartition(".")
     try:

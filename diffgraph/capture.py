@@ -29,6 +29,7 @@ class Recording:
         self.sequence = sequence
         self.wrote_inputs = False  # it wrote to its arguments, which a replay would do to the static inputs only
         self.draws = False  # it draws random numbers
+        self.unused_breaks: list[str] = []  # names given to `breaks` that the forward never called
         self.escaped = False  # something outside still holds memory that the next replay overwrites
         self._spec: Spec = None
         self._leaves: list[Any] = []
@@ -127,6 +128,7 @@ def capture(
         recording.wrote_inputs = bool(recorder.written)
         recording._set_outputs(output, recorder.is_born)
         recording.draws = pool.drew(rng)
+        recording.unused_breaks = break_points.unused(() if whole else breaks, sequence)
         result = recording.outputs(call.leaves)
         del output, args, kwargs
         recording.escaped = recorder.escaped()

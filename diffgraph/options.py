@@ -44,7 +44,9 @@ def checked(
 ) -> Options:
     """Options, or an `OptionError`/`OptionTypeError`/`NotYetError` that says what was given and what is accepted."""
     if unknown:
-        accepted = "capture_shapes, backend, capture, breaks, components, max_graphs, memory_limit, verify, poison"
+        accepted = (
+            "capture_shapes and components (for a pipeline), backend, capture, breaks, max_graphs, memory_limit, verify, poison"
+        )
         raise OptionTypeError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {accepted}")
     _one_of("backend", backend, BACKENDS)
     _one_of("capture", capture, CAPTURES)
@@ -57,6 +59,8 @@ def checked(
         raise NotYetError(
             f"prompt_buckets={prompt_buckets!r} is not built yet; accepted: 'auto' or None, which both record exact lengths"
         )
+    if backend == "full" and not isinstance(breaks, str):
+        raise OptionError("backend='full' records one graph without breaks; accepted with it: breaks='auto'")
     if capture == "auto":
         capture = "startup" if has_shapes else "on_demand"
     return Options(backend, capture, _breaks(breaks), _count(max_graphs), _memory(memory_limit), verify, poison)

@@ -149,6 +149,8 @@ def capture(pipe: Any, shapes: Any = None) -> None:
     if shapes is not None and isinstance(pipe, torch.nn.Module):
         raise OptionTypeError("shapes need a pipeline to run through; a module is recorded by calling it")
     wanted = load_shapes(shapes) if shapes is not None else runners[0].shapes
+    if any(runner.is_paused for runner in runners):
+        raise OptionError("nothing can be recorded inside `diffgraph.paused`; call `capture` outside of it")
     for runner in runners:
         runner.forgive()
         if shapes is None:
@@ -174,8 +176,8 @@ def report(pipe: Any) -> Report:
 def _denoisers(pipe: Any, components: Any) -> dict[str, torch.nn.Module]:
     if isinstance(pipe, torch.nn.Module):
         return {type(pipe).__name__: pipe}
-    names = DENOISERS if components == "denoiser" else components
-    if isinstance(names, str) or not isinstance(names, Sequence):
+    names = DENOISERS if components == "denoiser" else (components,) if isinstance(components, str) else components
+    if not isinstance(names, Sequence) or not names:
         raise OptionTypeError(
             f"components is {components!r}; accepted: 'denoiser' or a tuple of {', '.join(DENOISERS)}"
         )

@@ -67,6 +67,18 @@ def _off(pipe: Any) -> float:
     return 1.0
 
 
+def recorded_length(pipe: Any, shape: CaptureShape) -> int | None:
+    """The one prompt length, in tokens, that this shape records where lengths vary from prompt to prompt and it names none."""
+    unnamed = shape.prompt_length is None and not {"prompt", "prompt_embeds"} & set(shape.inputs)
+    if not unnamed or getattr(pipe, "tokenizer", None) is None or not hasattr(pipe, "encode_prompt"):
+        return None
+    try:
+        least, more = (_embedded_length(pipe, _WORD * words, None) for words in (1, 9))
+        return None if least == more else _embedded_length(pipe, _PROMPT, None)
+    except Exception:  # a prompt side of another kind: what the pipeline makes of the shape will show
+        return None
+
+
 def _prompt(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any]) -> dict[str, Any]:
     """A prompt whose embeddings have the wanted length, by asking the pipeline how long its embeddings come out."""
     if "prompt" not in accepted:

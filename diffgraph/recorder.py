@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.ambient import Ambient
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
-from diffgraph.errors import CaptureError
+from diffgraph.errors import CaptureError, OptionTypeError
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.recordable import on_host_alone, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
@@ -57,6 +57,8 @@ def record(
 
     `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all.
     """
+    if not isinstance(sequence, GraphSequence):
+        raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
     recorder = Recorder(sequence, weights, inputs, whole)

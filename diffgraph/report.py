@@ -30,7 +30,8 @@ class SignatureReport:
 class Report:
     """Routes of all calls so far (`captures`, `replays`, `eager`), the eager ones by reason code, and the signatures.
 
-    `memory_bytes` is what the pools hold now. `print(report)` is a table; `to_dict()` is ready for JSON.
+    `memory_bytes` is what the pools hold now; signatures share it, so theirs need not add up to it. `unseen`: calls that start-up
+    capture had not foreseen, by what they looked like. `print(report)` is a table; `to_dict()` is ready for JSON.
     """
 
     captures: int
@@ -39,6 +40,7 @@ class Report:
     reasons: dict[str, int]
     signatures: list[SignatureReport] = field(default_factory=list)
     memory_bytes: int = 0
+    unseen: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, runners: Sequence[Runner]) -> Report:
@@ -46,7 +48,9 @@ class Report:
         reasons: Counter[str] = sum((r.reasons for r in runners), Counter())
         rows = [_signature(entry) for r in runners for entry in list(r.entries.values())]
         memory = sum(m.bytes() for m in {id(r.memory): r.memory for r in runners}.values())
-        return cls(routes["capture"], routes["replay"], routes["eager"], dict(reasons.most_common()), rows, memory)
+        unseen: Counter[str] = sum((r.unseen for r in runners), Counter())
+        counts = routes["capture"], routes["replay"], routes["eager"], dict(reasons.most_common())
+        return cls(*counts, rows, memory, dict(unseen.most_common()))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,6 +68,7 @@ class Report:
             lines.append(
                 f"  {s.segments:>8} {s.breaks:>6} {s.replays:>7} {s.memory_bytes / _MIB:>7.1f}  {s.label}{state}"
             )
+        lines += [f"  not recorded, {count} calls: {label}" for label, count in self.unseen.items()]
         return "\n".join(lines)
 
 

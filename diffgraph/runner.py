@@ -40,6 +40,7 @@ logger = logging.getLogger("diffgraph")
 MAX_NUMBER_VARIANTS = 16
 #: More signatures than anybody uses: something in the call is another one each time.
 MAX_ENTRIES = 4096
+MAX_UNSEEN = 64
 #: A recording dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
 PAYS_AFTER = 8
 FREE_TRIES = 4
@@ -67,6 +68,7 @@ class Entry:
         self.label = label
         self.recording: Recording | None = None
         self.insistence = 0  # of the runner, when that was made
+        self.met = 0  # and when it was last met inside `diffgraph.capture`
         self.trusted = False  # a replay was found equal to eager
         self.doubted = False  # another signature's forward has since changed something that this one may rely on
         self.seen = 0  # eager calls since there was no recording that may serve as warm-up
@@ -104,6 +106,7 @@ class Runner:
         self.routes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.entries: dict[Signature, Entry] = {}
+        self.unseen: Counter[str] = Counter()  # calls that start-up capture has not foreseen, by their label
         self._variants: Counter[Signature] = Counter()  # signatures by what they are without their numbers
         # What the recordings hold would otherwise keep the weights until the garbage collector finds the cycle.
         self._module = weakref.ref(module, partial(_release, weakref.ref(self)))
@@ -172,6 +175,8 @@ class Runner:
             entry = self._entry(call.signature)
             if self._insisting and entry.recording is not None and entry.insistence != self._insistence:
                 self._drop(entry)
+            if self._insisting:
+                entry.met = self._insistence
             route = self._route(entry)
             if route is Route.REPLAY:
                 return self._replay(module, entry, call, args, kwargs)
@@ -225,6 +230,9 @@ class Runner:
         if entry is not None:
             return entry
         if not self._may_capture():
+            label = self._label(signature)
+            if label in self.unseen or len(self.unseen) < MAX_UNSEEN:
+                self.unseen[label] += 1
             raise Refused(Reason.UNSEEN_SIGNATURE)
         alike = signature.without_numbers()
         if self._variants[alike] >= MAX_NUMBER_VARIANTS:
@@ -235,8 +243,11 @@ class Runner:
         if len(self.entries) >= MAX_ENTRIES:
             raise Refused(Reason.UNSEEN_SIGNATURE, f"{MAX_ENTRIES} signatures are known already")
         self._variants[alike] += 1
-        self.entries[signature] = entry = Entry(f"{self.name}: {signature.label(self._positional)}")
+        self.entries[signature] = entry = Entry(self._label(signature))
         return entry
+
+    def _label(self, signature: Signature) -> str:
+        return f"{self.name}: {signature.label(self._positional)}"
 
     def _may_capture(self) -> bool:
         return self.options.capture == "on_demand" or self._insisting
@@ -322,6 +333,10 @@ class Runner:
             warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=4)
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
         self._count(Route.CAPTURE)
+        if recording.unused_breaks:
+            names = ", ".join(map(repr, recording.unused_breaks))
+            text = f"diffgraph: breaks names {names}, which the forward never called (under that name): recorded without a break"
+            warnings.warn(text, CaptureWarning, stacklevel=4)
         if recording.wrote_inputs:
             for live, static in zip(_distinct_tensors(call.leaves), recording.inputs.tensors, strict=True):
                 live.copy_(static)
@@ -469,6 +484,14 @@ class Runner:
         finally:
             with self._count_lock:
                 self._paused -= 1
+
+    def missing(self) -> list[Entry]:
+        """What the latest `diffgraph.capture` has met and not recorded."""
+        return [e for e in self.entries.values() if e.met == self._insistence and e.recording is None]
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused > 0
 
     @contextmanager
     def insisting(self) -> Iterator[None]:

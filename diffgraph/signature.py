@@ -49,7 +49,7 @@ class Signature(NamedTuple):
         return self._replace(leaves=leaves)
 
     def label(self, names: tuple[str, ...] = ()) -> str:
-        """For people: each tensor by its argument's name and shape. `names` are those of positional arguments."""
+        """For people: each tensor by its argument's name and shape, and the plain arguments. `names`: of positional arguments."""
         parts, leaves = [], iter(self.leaves)
         (_, _, (positional, keywords)) = self.spec  # type: ignore[misc]
         for i, child in enumerate(positional[2]):
@@ -168,4 +168,8 @@ def _describe(name: str, spec: Any, leaves: Any) -> list[str]:
     if spec != LEAF:
         return [text for i, child in enumerate(spec[2]) for text in _describe(f"{name}[{i}]", child, leaves)]
     leaf = next(leaves)
-    return [f"{name}={'x'.join(map(str, leaf[1])) or 'scalar'}"] if leaf[0] is torch.Tensor else []
+    if leaf[0] is torch.Tensor:
+        return [f"{name}=[{'x'.join(map(str, leaf[1])) or 'scalar'}]"]
+    if leaf[0] is float:
+        return [f"{name}={float.fromhex(leaf[1]):g}"]
+    return [f"{name}={leaf[1]}"] if leaf[0] in (int, str) and "[" not in name else []

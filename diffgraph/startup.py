@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,8 +14,8 @@ from tqdm.auto import tqdm
 
 from diffgraph.errors import ShapeError
 from diffgraph.memory import free_memory
-from diffgraph.prompts import prompt_arguments
-from diffgraph.runner import Runner
+from diffgraph.prompts import prompt_arguments, recorded_length
+from diffgraph.runner import CaptureWarning, Runner
 from diffgraph.shapes import CaptureShape
 
 #: Enough for the two denoisers of a pipeline that switches between them midway, and the fewest that every scheduler takes.
@@ -35,9 +36,25 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
         bar = stack.enter_context(tqdm(sorted(shapes, key=lambda s: s.size, reverse=True), desc="diffgraph capture"))
         for shape in bar:
             bar.set_postfix_str(f"{shape}, {free_memory(_device(pipe)) / _MIB:.0f} MiB free")
+            if all(runner.options.capture == "startup" for runner in runners):
+                _warn_of_one_length(pipe, shape)
             _run(pipe, shape)
             for runner in runners:
                 runner.shapes = list(dict.fromkeys([*runner.shapes, shape]))
+    missing = [(entry.label, entry.refused or entry.lost or "evicted") for runner in runners for entry in runner.missing()]
+    for label, reason in missing:
+        warnings.warn(f"diffgraph: asked for at start-up and not recorded: {label} ({reason})", CaptureWarning, stacklevel=4)
+
+
+def _warn_of_one_length(pipe: Any, shape: CaptureShape) -> None:
+    """Where each prompt has its own length, a shape that names none records one length of many."""
+    length = recorded_length(pipe, shape)
+    if length is not None:
+        text = (
+            f"diffgraph: {type(pipe).__name__}'s prompts vary in length, and {shape} names none: recorded for {length} tokens "
+            f"alone. Name lengths ('{shape}@prompt={length}'), or add capture='on_demand' to record others as they come"
+        )
+        warnings.warn(text, CaptureWarning, stacklevel=5)
 
 
 def _device(pipe: Any) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 
 import diffgraph
 import pipelines
-from diffgraph.runner import same_bits
+from diffgraph.compare import same_bits
 
 SETTLED = ["unseen_signature", "capture", "replay", "replay"]
 

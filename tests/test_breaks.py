@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 
 from diffgraph import GraphSequence, breakable_graph
 from diffgraph.breaks import check, placed
+from diffgraph.compare import same_bits
 from diffgraph.errors import OptionError
-from diffgraph.runner import same_bits
 from diffgraph.sequence import Break
 
 REGISTRY = attention_dispatch._AttentionBackendRegistry._backends

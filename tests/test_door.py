@@ -63,13 +63,16 @@ def untouched(pipe):
         (dict(verify="yes"), TypeError, "True or False"),
         (dict(components=("vae",)), NotImplementedError, "transformer"),
         (dict(components=7), TypeError, "transformer"),
-        (dict(components=()), ValueError, "no denoiser"),
+        (dict(components=()), TypeError, "transformer"),
+        (dict(components="unet"), ValueError, "no denoiser"),
+        (dict(backend="full", breaks=["transformer_blocks.0.attn"]), ValueError, "without breaks"),
+        (dict(breaks=["transformer_blocks"]), ValueError, "never called"),
         (dict(compile_blocks=True), NotImplementedError, "compile_blocks"),
         (dict(prompt_buckets=[64, 128]), NotImplementedError, "prompt_buckets"),
         (dict(warmups=3), TypeError, "warmups"),
         (dict(capture_shapes="512"), ValueError, "512"),
         (dict(capture_shapes="512x512@steps=3"), ValueError, "steps"),
-        (dict(capture_shapes=[]), ValueError, ""),
+        (dict(capture_shapes=[]), ValueError, "CaptureShape"),
         (dict(capture_shapes="missing.json"), ValueError, "missing.json"),
         (dict(capture_shapes="64x64x5"), ValueError, "num_frames"),
         (dict(capture_shapes={"height": 64, "width": 64, "inputs": {"image": 1}}), ValueError, "image"),
@@ -231,7 +234,7 @@ def test_shapes_are_recorded_largest_first_from_a_file(pipe, tmp_path, capsys):
     file = tmp_path / "shapes.json"
     file.write_text(json.dumps(["64x64", "64x128", {"height": 64, "width": 96}]))
     diffgraph.accelerate_pipeline(pipe, capture_shapes=str(file))
-    widths = [s.label.split("hidden_states=1x")[2].split("x")[0] for s in diffgraph.report(pipe).signatures]
+    widths = [s.label.split("hidden_states=[1x")[2].split("x")[0] for s in diffgraph.report(pipe).signatures]
     assert widths == ["32", "24", "16"]
     assert "MiB free" in capsys.readouterr().err
 
@@ -279,6 +282,39 @@ def test_capture_records_anew_what_no_guard_can_see(pipe):
         type(block).forward = plain
 
 
+def test_what_start_up_did_not_record_is_said(pipe):
+    with pytest.warns(diffgraph.CaptureWarning, match=r"not recorded: transformer: .* \(out_of_memory\)"):
+        diffgraph.accelerate_pipeline(pipe, capture_shapes="64x64", memory_limit=1024)
+    diffgraph.restore_pipeline(pipe)
+    with pytest.warns(diffgraph.CaptureWarning, match="evicted") as caught:
+        diffgraph.accelerate_pipeline(pipe, capture_shapes=["64x64", "64x96"], max_graphs=1)
+    assert len(caught) == 1
+    latents(pipe, width=96)
+    assert list(diffgraph.report(pipe).unseen.values()) == []
+    latents(pipe, width=128)
+    assert list(diffgraph.report(pipe).unseen.values()) == [4]
+    assert "not recorded, 4 calls: transformer: " in str(diffgraph.report(pipe))
+    with diffgraph.paused(pipe), pytest.raises(ValueError, match="outside"):
+        diffgraph.capture(pipe, "64x128")
+
+
+def test_a_shape_that_names_no_prompt_length_warns_where_lengths_vary():
+    pipe = pipelines.build("qwen_image", "tiny")
+    pipe.set_progress_bar_config(disable=True)
+    with pytest.warns(diffgraph.CaptureWarning, match=r"vary in length, and 64x64 names none: recorded for (\d+) tokens alone"):
+        diffgraph.accelerate_pipeline(pipe, capture_shapes="64x64")
+    latents(pipe, "a red cat")
+    assert list(diffgraph.report(pipe).unseen.values()) == [4]
+    assert "encoder_hidden_states=[1x12x32]" in next(iter(diffgraph.report(pipe).unseen))
+
+
+def test_breaks_that_are_never_called_are_said(pipe):
+    diffgraph.accelerate_pipeline(pipe, breaks=["attention", "os.getcwd"])
+    with pytest.warns(diffgraph.CaptureWarning, match="'os.getcwd', which the forward never called"):
+        latents(pipe)
+    assert diffgraph.report(pipe).signatures[0].breaks > 1
+
+
 def test_start_up_without_shapes_records_nothing_until_told(pipe):
     diffgraph.accelerate_pipeline(pipe, capture="startup")
     latents(pipe)
@@ -298,7 +334,7 @@ def test_the_report_is_a_table_and_a_dict(pipe):
     table = str(report)
     assert "captures 1, replays 2, eager 1" in table
     assert "unseen_signature: 1" in table
-    assert "hidden_states=1x16x64" in table
+    assert "hidden_states=[1x16x64]" in table
     assert json.loads(json.dumps(report.to_dict()))["signatures"][0]["captured"] is True
     assert report.memory_bytes > 0
 

@@ -8,7 +8,7 @@ import torch
 
 import diffgraph
 import pipelines
-from diffgraph.runner import same_bits
+from diffgraph.compare import same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -169,6 +169,102 @@ def test_failed_captures_leave_no_memory_behind(cuda):
     hog = torch.empty(256 * 2**20, device=cuda, dtype=torch.uint8)
     del hog
     assert reserved() <= before  # the allocator does not believe that a capture is under way
+
+
+def test_an_older_recording_draws_as_eager_does_after_another_capture_failed(cuda):
+    x = torch.ones(4096, device=cuda)
+    older = diffgraph.GraphSequence(device=cuda)
+    with diffgraph.breakable_graph(older):
+        y = torch.nn.functional.dropout(x, 0.5)
+    with pytest.raises(RuntimeError), diffgraph.breakable_graph(diffgraph.GraphSequence(device=cuda)):
+        torch.nn.functional.dropout(x, 0.5)
+        torch.cuda.synchronize()
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        older.replay()
+        torch.manual_seed(seed)
+        assert torch.equal(y, torch.nn.functional.dropout(x, 0.5))
+
+
+def test_another_pipe_may_be_restored_while_a_capture_is_open(cuda):
+    other = net(cuda)
+    x = torch.randn(2, 16, 64, device=cuda)
+    for _ in range(3):
+        call(other, x)
+    failures = []
+
+    def restore():
+        try:
+            diffgraph.restore_pipeline(other)
+        except Exception as error:
+            failures.append(error)
+
+    def forward():
+        y = x * 2
+        thread = threading.Thread(target=restore)
+        thread.start()
+        thread.join()
+        return y + 1
+
+    sequence = diffgraph.GraphSequence(device=cuda)
+    with diffgraph.breakable_graph(sequence):
+        y = forward()
+    x.normal_()
+    sequence.replay()
+    assert torch.equal(y, x * 2 + 1)
+    assert not failures
+
+
+def test_a_memory_limit_holds(cuda):
+    x = torch.randn(16, 1024, 64, device=cuda)
+    module = net(cuda, memory_limit="1MiB")
+    want = eager(module, x)
+    assert all(torch.equal(call(module, x), want) for _ in range(4))
+    report = diffgraph.report(module)
+    assert (report.memory_bytes, report.signatures[0].reason) == (0, "out_of_memory")
+    roomy = net(cuda, memory_limit="1GiB")
+    for _ in range(4):
+        call(roomy, x)
+    assert 0 < diffgraph.report(roomy).memory_bytes <= 2**30
+    assert diffgraph.report(roomy).replays == 2
+
+
+def test_start_up_records_what_inference_mode_asks_for(cuda):
+    pipe = pipelines.build("flux", "tiny").to(cuda)
+    pipe.set_progress_bar_config(disable=True)
+    diffgraph.accelerate_pipeline(pipe, capture_shapes="64x64")
+    before = diffgraph.report(pipe)
+    with torch.inference_mode():
+        pipe("a red cat", height=64, width=64, num_inference_steps=3, output_type="latent")
+    after = diffgraph.report(pipe)
+    assert (after.eager, after.captures) == (before.eager, before.captures)
+    assert after.replays == before.replays + 3
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: torch.complex(x, x).conj(),
+        lambda x: torch.complex(x, x).conj().imag,
+        lambda x: (x.t(), x[:, ::2], x),
+        lambda x: {"a": x + 1, "b": [None, 3, (x * 2,)]},
+    ],
+    ids=["conjugate", "negated", "views", "nested"],
+)
+def test_outputs_of_every_kind(cuda, forward):
+    class Any(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return forward(x * self.weight)
+
+    module = diffgraph.accelerate_module(Any().to(cuda).eval())
+    for _ in range(5):
+        x = torch.randn(8, 16, device=cuda)
+        assert same_bits(call(module, x), eager(module, x))
+    assert diffgraph.report(module).replays == 3
 
 
 def test_a_staging_buffer_is_copied_as_it_was_and_the_models_own_as_it_is(cuda):

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffgraph
+from diffgraph.compare import same_bits
 from diffgraph.guards import Fingerprint
-from diffgraph.runner import same_bits
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 

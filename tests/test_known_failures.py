@@ -17,8 +17,8 @@ from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
 
 import diffgraph
+from diffgraph.compare import same_bits
 from diffgraph.devices.cpu import CpuPool
-from diffgraph.runner import same_bits
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from _toys import accelerated, call, calls, eager, flux, flux_pipe, settle
 from diffusers import FluxPipeline
 
 import diffgraph
-from diffgraph.runner import same_bits
+from diffgraph.compare import same_bits
 
 
 @pytest.fixture(autouse=True)

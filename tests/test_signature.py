@@ -281,4 +281,4 @@ def test_numbers_can_be_left_out():
 def test_the_label_names_arguments_and_their_shapes():
     x = torch.ones(2, 3)
     label = signature(x, [x, None], scale=torch.tensor(1.0), mode="m").label(("sample",))
-    assert label == "sample=2x3 args[1][0]=2x3 scale=scalar"
+    assert label == "sample=[2x3] args[1][0]=[2x3] mode=m scale=[scalar]"
