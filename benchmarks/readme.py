@@ -86,8 +86,8 @@ def spent(rows: list[dict[str, Any]]) -> list[str]:
     ]
     if memory:
         lines.append(
-            f"- Signatures share one pool: {len(memory)} Qwen-Image sizes from 256² to 1024² take {max(memory):.0f} MiB together, "
-            f"the largest alone {min(memory):.0f} MiB."
+            f"- Signatures share one pool: {len(memory)} Qwen-Image sizes from 256² to 1024² take {max(memory):.0f} MiB "
+            f"together, the largest alone {min(memory):.0f} MiB."
         )
     return lines
 

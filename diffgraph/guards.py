@@ -6,9 +6,9 @@ objects that they own (attention processors, hook registries), which hold LoRA s
 scales, the attention backend and the training flag. Containers among the attributes are compared by content, and objects are
 followed, through containers and other objects, as deep as `_DEPTH`.
 
-Not compared, and told in the README: containers longer than `_CONTAINER_LIMIT`, objects without a `__dict__`, what functions
-and closures refer to, module globals, the contents of tensors (a graph reads them afresh) and of arrays, and whether a weight's
-memory is seen by another shape or stride than before.
+Not compared, and told in the README: the settings of layers `_BY_THE_THOUSAND`, containers longer than `_CONTAINER_LIMIT`, objects
+without a `__dict__`, what functions and closures refer to, module globals, the contents of tensors (a graph reads them afresh) and
+of arrays, and whether a weight's memory is seen by another shape or stride than before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _CONTAINER_LIMIT = 256  # a longer list is compared by identity, to bound the co
 _CONTAINER_TYPES = frozenset({list, tuple, set, dict, OrderedDict, defaultdict, deque})
 _DEPTH = 4  # of containers and objects below a module's attributes
 _HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)  # without a forward
-#: Layers that a large model has by the thousand: only what their forwards read is compared.
+#: Layers that a large model has by the thousand. Their settings (`eps`, `negative_slope`) are not compared, as a call would cost
+#: a fifth more; their weights, dropout's mode, and whether their `forward` is patched are.
 _BY_THE_THOUSAND = (
     "torch.nn.modules.linear",
     "torch.nn.modules.normalization",
@@ -48,7 +49,6 @@ _BY_THE_THOUSAND = (
 )
 # A layer's record of its own weights' shapes; of a LoRA's, of what its `scaling` was computed from
 _UNREAD = frozenset({"in_features", "out_features", "in_channels", "out_channels", "num_embeddings", "embedding_dim"})
-_UNREAD_BY_THE_THOUSAND = _UNREAD | {"normalized_shape", "elementwise_affine", "dim", "inplace", "dim_in", "dim_out", "bias"}
 _UNREAD_BY_PEFT = frozenset({"in_features", "out_features", "r", "lora_alpha", "kwargs", "is_target_conv_1d_layer"})
 _ATOMS = (str, int, float, type(None), torch.Tensor, torch.nn.Module, torch.dtype)
 _PEFT = "peft."
@@ -78,8 +78,8 @@ class Fingerprint:
         self._addresses = self._read_addresses()
         self._composed_addresses = self._read_composed()
         self._stateful = weights
-        # A torch.nn layer does not look for what it has none of.
-        own = [m for m in modules if not _is_torch_layer(m)]
+        # What is not torch's or diffusers' own may look for what it had none of.
+        own = [m for m in modules if not type(m).__module__.startswith(("torch.", "diffusers.")) or isinstance(m, _HOLDERS)]
         self._must_be_empty = [d for m in own for d in (m._parameters, m._buffers, m._modules) if not d]
 
         readers = list(_readers(modules, root=module))
@@ -279,9 +279,10 @@ def _readers(modules: list[torch.nn.Module], root: torch.nn.Module) -> Iterator[
 def _attribute_names(module: torch.nn.Module, is_root: bool) -> tuple[str, ...]:
     if isinstance(module, _HOLDERS):
         return ()  # what they hold is read from their tables
-    ignored = _VOLATILE
     if _is_by_the_thousand(module):
-        ignored = ignored | _UNREAD_BY_THE_THOUSAND
+        patched = tuple(key for key in _HOOK_ATTRIBUTES if key in module.__dict__)
+        return (*patched, "training", "p") if random_or_stateful(module) else patched
+    ignored = _VOLATILE
     if type(module).__module__.startswith(("torch.", "diffusers.")) and not is_root and not random_or_stateful(module):
         ignored = ignored | {"training"}  # read for gradient checkpointing alone
     if _is_adapter(module):
@@ -320,11 +321,6 @@ def _copy(value: Any, depth: int) -> Any:
     if isinstance(value, dict):
         return {key: _copy(item, depth - 1) for key, item in value.items()}
     return cast(Any, kind)([_copy(item, depth - 1) for item in value])
-
-
-def _is_torch_layer(module: torch.nn.Module) -> bool:
-    home = type(module).__module__
-    return home.startswith("torch.nn.modules.") and not isinstance(module, _HOLDERS) and not module._modules
 
 
 def _is_by_the_thousand(module: torch.nn.Module) -> bool:

@@ -21,6 +21,24 @@ def cuda():
     return torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def slow_is_fine(request, monkeypatch):
+    """Three kernels are faster without us; these tests ask for more than speed."""
+    if "demoted" not in request.node.name:
+        monkeypatch.setattr("diffgraph.runner.MAX_SLOWER", float("inf"))
+
+
+def test_a_forward_too_small_to_gain_is_demoted(cuda):
+    module = diffgraph.accelerate_module(torch.nn.Identity().to(cuda))
+    x = torch.randn(8, device=cuda)
+    module.weight = torch.nn.Parameter(torch.ones(1, device=cuda))
+    for _ in range(4):
+        assert torch.equal(call(module, x), x)
+    report = diffgraph.report(module)
+    assert report.reasons["not_faster"] == 2
+    assert report.memory_bytes == 0
+
+
 class Net(torch.nn.Module):
     """Two linear layers with attention between them."""
 

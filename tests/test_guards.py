@@ -135,8 +135,6 @@ CHANGES = {
         "weights_changed",
     ),
     "a convolution's padding": (pad_around, "attributes_changed"),
-    "a norm's eps": (lambda m: setattr(m.norm, "eps", 0.5), "attributes_changed"),
-    "an activation's slope": (lambda m: setattr(m.act, "negative_slope", 0.5), "attributes_changed"),
     "an activation": (lambda m: setattr(m, "act", nn.Tanh()), "weights_changed"),
     "a layer's forward": (patch_leaf, "hooks_changed"),
     "a method": (lambda m: setattr(m, "method", lambda x: x * 2), "attributes_changed"),

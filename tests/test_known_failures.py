@@ -112,7 +112,6 @@ CHANGES = {
         "weights_changed",
     ),
     "a block's forward is patched": (None, patch_forward, "hooks_changed"),
-    "a norm's eps is set": (None, lambda t: setattr(t.norm_out.norm, "eps", 0.5), "attributes_changed"),
 }
 
 
