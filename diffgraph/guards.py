@@ -6,9 +6,9 @@ objects that they own (attention processors, hook registries), which hold LoRA s
 scales, the attention backend and the training flag. Containers among the attributes are compared by content, and objects are
 followed, through containers and other objects, as deep as `_DEPTH`.
 
-Not compared, and told in the README: the settings of layers `_BY_THE_THOUSAND`, containers longer than `_CONTAINER_LIMIT`, objects
-without a `__dict__`, what functions and closures refer to, module globals, the contents of tensors (a graph reads them afresh) and
-of arrays, and whether a weight's memory is seen by another shape or stride than before.
+Not compared, and told in the README: the settings of layers `_BY_THE_THOUSAND`, containers longer than `_CONTAINER_LIMIT`,
+objects without a `__dict__`, what functions and closures refer to, module globals, the contents of tensors (a graph reads them
+afresh) and of arrays, and whether a weight's memory is seen by another shape or stride than before.
 """
 
 from __future__ import annotations
