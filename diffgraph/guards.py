@@ -53,6 +53,7 @@ _UNREAD_BY_PEFT = frozenset({"in_features", "out_features", "r", "lora_alpha", "
 _ATOMS = (str, int, float, type(None), torch.Tensor, torch.nn.Module, torch.dtype)
 _PEFT = "peft."
 _HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward", "_diffusers_hook", "forward", "hooks")
+_REGISTRY = "_diffusers_hook"
 _BASES = frozenset({object, torch.nn.Module})
 _HEAP_TYPE = 1 << 9  # of `__flags__`: a class written in Python, so one that can be changed
 _TENSOR_PTR: Callable[[Any], int] = torch.Tensor.data_ptr
@@ -82,6 +83,8 @@ class Fingerprint:
         own = [m for m in modules if not type(m).__module__.startswith(("torch.", "diffusers.")) or isinstance(m, _HOLDERS)]
         self._must_be_empty = [d for m in own for d in (m._parameters, m._buffers, m._modules) if not d]
 
+        self._root_table = module.__dict__
+        self._root_then = self._read_root()
         readers = list(_readers(modules, root=module))
         self._whole = _Values([table for _, keys, table in readers if keys is None])
         self._single = _columns([(table, key) for _, keys, table in readers if keys is not None for key in keys])
@@ -94,7 +97,7 @@ class Fingerprint:
         whole = set(map(id, self._whole.tables))
         called = [m.__dict__ for m in modules if not isinstance(m, _HOLDERS)]
         owned = [table for owner, _, table in readers if not isinstance(owner, torch.nn.Module)]
-        self._sized = [t for t in (*called, *owned) if id(t) not in whole]
+        self._sized = [t for t in (*called, *owned) if id(t) not in whole and t is not self._root_table]
         self._owners |= {id(m.__dict__): type(m) for m in modules}
         self._sizes = self._read_sizes()
 
@@ -121,6 +124,12 @@ class Fingerprint:
 
     def _read_single(self) -> list[Any]:
         return list(map(getitem, *self._single))
+
+    def _read_root(self) -> tuple[int, dict[str, Any]]:
+        """How many attributes the root has, and its hooks: an empty hook registry, which diffusers makes when a pipeline's call
+        ends or a cache context begins, is none."""
+        registry = self._root_table.get(_REGISTRY)
+        return len(self._root_table) - (registry is not None), dict(getattr(registry, "hooks", None) or {})
 
     def _read_sizes(self) -> list[int]:
         return list(map(len, self._sized))
@@ -163,6 +172,8 @@ class Fingerprint:
                 return self._attribute_change()
             if [table[key] for table, key in self._containers] != self._contents:
                 return self._container_change()
+            if self._read_root() != self._root_then:
+                return self._root_change()
             if self._read_sizes() != self._sizes:
                 return self._size_change()
             if self._read_types() != self._types or self._read_class_attributes() != self._class_attributes:
@@ -213,6 +224,11 @@ class Fingerprint:
         pairs = zip(self._containers, self._contents, strict=True)
         table, key = next((table, key) for (table, key), content in pairs if table[key] != content)
         return _kind_of_change(self._owners[id(table)], key)
+
+    def _root_change(self) -> Reason:
+        replaced = any(key in self._root_table for key in _HOOK_ATTRIBUTES if key != _REGISTRY)
+        hooks = replaced or self._read_root()[1] != self._root_then[1]
+        return Reason.HOOKS_CHANGED if hooks else Reason.ATTRIBUTES_CHANGED
 
     def _size_change(self) -> Reason:
         sizes = zip(self._read_sizes(), self._sizes, self._sized, strict=True)
@@ -280,9 +296,9 @@ def _attribute_names(module: torch.nn.Module, is_root: bool) -> tuple[str, ...]:
     if isinstance(module, _HOLDERS):
         return ()  # what they hold is read from their tables
     if _is_by_the_thousand(module):
-        patched = tuple(key for key in _HOOK_ATTRIBUTES if key in module.__dict__)
+        patched = tuple(key for key in _HOOK_ATTRIBUTES if key in module.__dict__ and not (is_root and key == _REGISTRY))
         return (*patched, "training", "p") if random_or_stateful(module) else patched
-    ignored = _VOLATILE
+    ignored = _VOLATILE | {_REGISTRY} if is_root else _VOLATILE
     if type(module).__module__.startswith(("torch.", "diffusers.")) and not is_root and not random_or_stateful(module):
         ignored = ignored | {"training"}  # read for gradient checkpointing alone
     if _is_adapter(module):

@@ -62,7 +62,7 @@ def record(
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
     recorder = Recorder(sequence, weights, inputs, whole)
-    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), torch.no_grad(), _no_autocast_cache():
+    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), _as_eager(), _no_autocast_cache():
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
         sequence.ambient = Ambient.now(sequence.pool.device.type)
@@ -96,6 +96,14 @@ def eager_on_graph(fn: F) -> F:
         return recorder.run_break(getattr(fn, "__qualname__", repr(fn)), fn, args, kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+@contextmanager
+def _as_eager() -> Iterator[None]:
+    """No gradients, but never inference mode: there a dispatch mode sees `linear` whole, and running it below autograd takes
+    another path than eager does (`matmul` folds by `requires_grad`), with other bits."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextmanager

@@ -44,6 +44,7 @@ MAX_UNSEEN = 64
 #: A recording dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
 PAYS_AFTER = 8
 FREE_TRIES = 4
+FREE_CAPTURES = 16
 #: After so many changes of state without a replay between them, the runner looks again only after so many calls.
 MAX_CHANGES = 8
 MAX_REST = 16
@@ -118,6 +119,7 @@ class Runner:
         self._changes = 0  # seen without a replay between them
         self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
         self._paused = 0
+        self._paid = 0  # recordings that have
         self._thread = threading.local()
         self._insistence = 0  # how often `diffgraph.capture` was called
         self.shapes: list[CaptureShape] = []  # recorded through a pipeline so far
@@ -130,6 +132,8 @@ class Runner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None  # its own call brought us here
+        if torch.compiler.is_compiling():  # Dynamo would trace us
+            return self._forward(module)(*args, **kwargs)
         try:
             return self._recorded(module, args, kwargs)
         except Refused as refused:
@@ -259,7 +263,13 @@ class Runner:
             raise Refused(entry.refused)
         if not self._may_capture():
             raise Refused(entry.lost or Reason.UNSEEN_SIGNATURE)
-        return Route.CAPTURE if entry.seen >= (1 if self._insisting else entry.wait) else Route.EAGER
+        wait = 1 if self._insisting else max(entry.wait, self._patience())
+        return Route.CAPTURE if entry.seen >= wait else Route.EAGER
+
+    def _patience(self) -> int:
+        """Eager calls that any new signature is to wait: more where most of them do not come again (a prompt length each time)."""
+        unpaid = self.routes[Route.CAPTURE.value] - 2 * self._paid - FREE_CAPTURES
+        return 1 if unpaid <= 0 else 2 ** min(unpaid // 4 + 1, 10)
 
     # -- the three routes
 
@@ -373,6 +383,7 @@ class Runner:
                 return recording.run(call.leaves)
         except HostValueChanged as changed:
             self._drop(entry, lost=Reason.HOST_VALUE_CHANGED)
+            entry.unpaid = max(entry.unpaid, FREE_TRIES + 1) if entry.unpaid else 0  # what changed so soon will again
             raise Refused(Reason.HOST_VALUE_CHANGED, str(changed)) from None
         except torch.OutOfMemoryError:
             self._drop(entry, lost=Reason.OUT_OF_MEMORY)
@@ -445,6 +456,7 @@ class Runner:
         self.memory.touch(entry, recording.pool)
         entry.replays += 1
         entry.recent_replays += 1
+        self._paid += entry.recent_replays == PAYS_AFTER
         self._count(Route.REPLAY)
 
     def _drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:

@@ -5,6 +5,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from diffusers import FluxImg2ImgPipeline
 
 import diffgraph
 import pipelines
@@ -125,3 +126,22 @@ def test_the_first_real_call_after_start_up_capture_replays(family):
     after = traces(pipe)
     for what in ("pipe", "types", "attributes", "signatures", "keys"):
         assert after[what] == before[what]
+
+
+def test_start_up_capture_lasts_where_the_pipeline_ends_its_call_with_a_hook_registry():
+    base = build("flux")
+    pipe = FluxImg2ImgPipeline(**base.components)
+    pipe.set_progress_bar_config(disable=True)
+    image = np.zeros((64, 64, 3), np.float32)
+
+    def latents():
+        call = dict(image=image, height=64, width=64, strength=1.0, num_inference_steps=4, output_type="latent")
+        return pipe("a red cat", generator=torch.Generator().manual_seed(0), **call)[0]
+
+    want = latents()
+    shape = diffgraph.CaptureShape(64, 64, inputs={"image": image, "strength": 1.0})
+    diffgraph.accelerate_pipeline(pipe, capture_shapes=shape)
+    before = diffgraph.report(pipe)
+    for _ in range(3):
+        assert torch.equal(latents(), want)
+    assert diffgraph.report(pipe).eager == before.eager

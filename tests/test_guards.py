@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from _toys import SETTLED, accelerated, call, calls, eager, settle
+from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -631,3 +632,44 @@ def test_the_guards_see_no_change_where_there_is_none():
         with torch.no_grad():
             module(X)
         assert fingerprint.change() is None
+
+
+def test_an_empty_hook_registry_is_no_hook():
+    """diffusers makes one at the end of a pipeline's call, when start-up capture is over."""
+    m = accelerated(Toy())
+    settle(m, X)
+    HookRegistry.check_if_exists_or_initialize(m)
+    assert calls(m, 2, X) == ["replay", "replay"]
+    m._diffusers_hook.register_hook(ModelHook(), "mine")
+    assert calls(m, 2, X) == ["hooks_changed", "hooks_changed"]
+    m._diffusers_hook.remove_hook("mine")
+    assert "replay" in calls(m, 4, X)
+
+
+def test_inference_mode_gives_the_bits_of_eager_from_the_capture_on():
+    m = accelerated(torch.nn.Linear(48, 32))
+    x = torch.randn(2, 16, 48)[:, :2]
+    with torch.inference_mode():
+        for _ in range(4):
+            found = m(x)
+            with diffgraph.paused(m):
+                assert torch.equal(found, m(x))
+    assert diffgraph.report(m).replays == 2
+
+
+def test_captures_that_never_pay_become_rare():
+    m = accelerated(Toy(), verify=False)
+    for n in range(1, 61):  # each batch size comes three times
+        calls(m, 3, X[:1].expand(n, *X.shape[1:]).contiguous())
+    assert diffgraph.report(m).captures < 30
+    settled = X[:1].expand(70, *X.shape[1:]).contiguous()
+    assert "replay" in calls(m, 600, settled)
+
+
+def test_a_host_value_that_alternates_is_not_captured_again_and_again():
+    m = module_of(lambda self, x: self.linear(x) * x.sum().sign().item())
+    accelerated(m)
+    for _ in range(30):
+        call(m, X.abs())
+        call(m, -X.abs())
+    assert diffgraph.report(m).captures <= 6  # of 60 calls, further and further apart
