@@ -12,6 +12,7 @@ from diffgraph.reasons import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
+ANOTHER_RUN = RESULTS.with_name("h200-another-run.json")  # the same kind of machine, with a host of another speed
 NAMES = {
     "qwen_image": "Qwen-Image 20.4B",
     "flux": "FLUX.1 11.9B",
@@ -37,26 +38,30 @@ def reasons() -> str:
 
 
 def measured() -> str:
-    data = json.loads(RESULTS.read_text(encoding="utf-8"))
-    rows = {(r["what"], r["family"], r["shape"], r["mode"]): r for r in data["rows"]}
+    data, rows = read(RESULTS)
+    _, another = read(ANOTHER_RUN)
     versions = data["versions"]
     lines = [
-        f"{data['machine'].replace('one', 'One')}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, published "
-        "sizes with random weights; one denoiser call, medians of one run (the host's speed varies from "
-        "run to run: compare within a row). "
+        f"{data['machine'].replace('one', 'One')}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, "
+        "published "
+        "sizes with random weights; one denoiser call, medians of one run. "
+        "What is gained depends on how fast the host's Python is, which varied: the last column is from another run. "
         "Every output is equal to eager's, to the bit.",
         "",
-        "| model | shape | eager ms | breakable ms | | one whole graph ms | submit ms, eager → breakable | segments | pool MiB |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| model | shape | eager ms | breakable ms | | one whole graph ms | submit ms, eager → breakable | segments | pool MiB "
+        "| another run |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for (what, family, shape, mode), row in rows.items():
         if what == "denoiser" and mode == "breakable":
             eager, full = rows[what, family, shape, "eager"], rows.get((what, family, shape, "full"), {})
             whole = f"{full['ms']:.1f}" if full.get("ms") else "–"
+            there = [another.get((what, family, shape, m)) for m in ("eager", "breakable")]
+            again = f"{there[0]['ms']:.1f} → {there[1]['ms']:.1f}: {there[0]['ms'] / there[1]['ms']:.2f}x" if all(there) else ""
             lines.append(
                 f"| {NAMES[family]} | {shape.replace('x', '×')} | {eager['ms']:.1f} | {row['ms']:.1f} | "
                 f"**{eager['ms'] / row['ms']:.2f}x** | {whole} | {eager['submit_ms']:.1f} → {row['submit_ms']:.1f} | "
-                f"{row['segments']} | {row['pool_mib']:.0f} |"
+                f"{row['segments']} | {row['pool_mib']:.0f} | {again} |"
             )
     for (what, family, shape, mode), row in rows.items():
         if what == "pipeline" and mode == "breakable":
@@ -68,6 +73,12 @@ def measured() -> str:
                 f"(**{eager['ms'] / row['ms']:.2f}x**); the first call of two steps, with its captures, {row['first_s']:.1f} s.",
             ]
     return "\n".join([*lines, "", *spent(list(rows.values()))])
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], dict[str, Any]]]:
+    """A results file, and its rows by what, family, shape and mode."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return data, {(r["what"], r["family"], r["shape"], r["mode"]): r for r in data["rows"]}
 
 
 def spent(rows: list[dict[str, Any]]) -> list[str]:

@@ -267,7 +267,7 @@ class Runner:
         return Route.CAPTURE if entry.seen >= wait else Route.EAGER
 
     def _patience(self) -> int:
-        """Eager calls that any new signature is to wait: more where most of them do not come again (a prompt length each time)."""
+        """Eager calls that a new signature is to wait: more where most do not come again (a prompt length each time)."""
         unpaid = self.routes[Route.CAPTURE.value] - 2 * self._paid - FREE_CAPTURES
         return 1 if unpaid <= 0 else 2 ** min(unpaid // 4 + 1, 10)
 
