@@ -11,15 +11,6 @@ COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "ca
 TINY = ["--size", "tiny", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Kernels this small only wait for each other on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(benchmark, out, *options):
     assert benchmark.main([*TINY, "--out", str(out), *options]) == 0
     return read(out)["rows"]

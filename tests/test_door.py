@@ -10,14 +10,6 @@ import diffgraph
 import pipelines
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def pipe():
     pipe = pipelines.build("flux", "tiny")

@@ -27,14 +27,6 @@ from diffgraph.tensors import bits_of
 from diffgraph.tree import flatten
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_open():
     yield

@@ -15,14 +15,6 @@ PROMPTS = ("a red cat", "a red day", "a red ear")
 SIZES = ((64, 64), (64, 96))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def build(family, **kwargs):
     pipe = pipelines.build(family, "tiny", **kwargs)
     pipe.set_progress_bar_config(disable=True)

@@ -20,14 +20,6 @@ from diffgraph.guards import Fingerprint
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def module_of(forward, **attributes):
     """A module with a few layers and this forward."""
     toy = type("Toy", (Toy,), {"forward": forward})()

@@ -21,14 +21,6 @@ from diffgraph.compare import same_bits
 from diffgraph.devices.cpu import CpuPool
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def lora(r=4):
     return LoraConfig(r=r, lora_alpha=r, target_modules=["to_q", "to_v", "proj_mlp"], init_lora_weights=False)
 

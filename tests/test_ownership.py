@@ -14,14 +14,6 @@ import diffgraph
 from diffgraph.compare import same_bits
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def traces(module):
     """Every object's attributes, themselves."""
     objects = [*module.modules(), *module.attn_processors.values()]

@@ -26,15 +26,6 @@ PUBLISHED = {
 every_family = pytest.mark.parametrize("family", pipelines.FAMILIES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Kernels this small only wait for each other on several threads: twice the time on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @functools.cache
 def tiny(family):
     pipe = pipelines.build(family)

@@ -15,14 +15,6 @@ from diffgraph.compare import same_bits
 THREADS = 4
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def variants(inputs):
     """Two signatures, several inputs each, no two threads with the same."""
     longer = {
