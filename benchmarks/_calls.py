@@ -10,8 +10,8 @@ import torch
 
 import pipelines
 from diffgraph import CaptureShape
+from diffgraph.compare import same_bits
 from diffgraph.pipeline import DENOISERS
-from diffgraph.runner import same_bits
 from diffgraph.tree import flatten, unflatten
 
 
