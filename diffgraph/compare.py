@@ -1,4 +1,4 @@
-"""Equal to the bit: what \"not a pixel changes\" is measured by."""
+"""Equal to the bit: what "not a pixel changes" is measured by."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diffgraph.tensors import bits_of
+from diffgraph.tensors import same_tensor_bits
 from diffgraph.tree import flatten
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -21,9 +21,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 def _same_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-            return False
         # What has no plain memory is not compared but taken for different: sparse tensors, subclasses.
         plain = a.layout == b.layout == torch.strided and type(a) in _PLAIN and type(b) in _PLAIN
-        return plain and torch.equal(bits_of(a), bits_of(b))
+        return plain and a.device == b.device and same_tensor_bits(a, b)
     return a is b or (type(a) is type(b) and a == b)

@@ -7,23 +7,25 @@ from typing import Any
 import torch
 
 from diffgraph.tensors import tensors_in
-from diffgraph.tree import flatten
 
 _aten = torch.ops.aten
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 _MASKS = (torch.bool, torch.uint8)
 
 
-def why_never_recordable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The reason why this op can be part of no recording, not even as a break; `None` when there is none."""
-    if any(isinstance(leaf, torch.Generator) for leaf in flatten((args, kwargs))[0]):
+# `leaves` are those of an op's arguments, positional and by keyword.
+
+
+def why_never_recordable(leaves: list[Any]) -> str | None:
+    """The reason why an op can be part of no recording, not even as a break; `None` when there is none."""
+    if any(isinstance(leaf, torch.Generator) for leaf in leaves):
         return "it draws from a generator of its own, which is not registered with the graph"
     return None
 
 
-def on_host_alone(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
-    """Whether all that this op names lies on the host, while recording is for another device."""
-    return device.type != "cpu" and _kinds(args, kwargs) == {"cpu"}
+def on_host_alone(leaves: list[Any], device: torch.device) -> bool:
+    """Whether all that an op names lies on the host, while recording is for another device."""
+    return device.type != "cpu" and _kinds(leaves) == {"cpu"}
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -39,14 +41,10 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return tensors_in(written)
 
 
-def why_not_recordable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> str | None:
-    """The reason why this op must be a break on `device`; `None` when it can be recorded."""
-    if device.type != "cpu":
-        kinds = _kinds(args, kwargs)
-        if kinds == {"cpu"}:
-            return None
-        if len(kinds) > 1:
-            return f"it joins {' and '.join(sorted(kinds))}"
+def why_not_recordable(func: Any, args: tuple[Any, ...], leaves: list[Any], device: torch.device) -> str | None:
+    """The reason why this op, which is not `on_host_alone`, must be a break on `device`; `None` when it can be recorded."""
+    if device.type != "cpu" and len(kinds := _kinds(leaves)) > 1:
+        return f"it joins {' and '.join(sorted(kinds))}"
     if func in _INDEXING:
         # Tagged as of dynamic shape, but that is so for masks alone; assignment by mask is not tagged and waits for the host.
         return "it indexes by a mask" if any(t.dtype in _MASKS for t in tensors_in(args[1])) else None
@@ -57,7 +55,6 @@ def why_not_recordable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     return None
 
 
-def _kinds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
-    leaves = flatten((args, kwargs))[0]
+def _kinds(leaves: list[Any]) -> set[str]:
     tensors = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return tensors | {leaf.type for leaf in leaves if isinstance(leaf, torch.device)}

@@ -31,6 +31,7 @@ from diffgraph.tree import flatten, map_leaves, unflatten
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
 @contextmanager
 def breakable_graph(sequence: GraphSequence) -> Iterator[None]:
     """Record what runs inside the `with` into `sequence`, which must be empty.
@@ -178,16 +179,17 @@ class Recorder(TorchDispatchMode):
         self._note_writes(func, args, kwargs)
         if self._segment is None or self.in_break:
             return func(*args, **kwargs)
-        why_not = why_never_recordable(func, args, kwargs)
+        leaves = flatten((args, kwargs))[0]
+        why_not = why_never_recordable(leaves)
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
-        why = why_not_recordable(func, args, kwargs, self.pool.device)
+        if on_host_alone(leaves, self.pool.device):
+            return self._run_on_host(func, args, kwargs)
+        why = why_not_recordable(func, args, leaves, self.pool.device)
         if why is not None:
             return self.run_break(f"{func} ({why})", func, args, kwargs)
-        if on_host_alone(args, kwargs, self.pool.device):
-            return self._run_on_host(func, args, kwargs)
         result = self._segment.run(func, args, kwargs)
-        self._note_lifetimes(args, kwargs, result)
+        self._note_lifetimes(tensors_in(leaves), result)
         return result
 
     def _run_on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -205,8 +207,7 @@ class Recorder(TorchDispatchMode):
         if self._inputs and any(storage_of(t) in self._inputs for t in written_by(func, args, kwargs)):
             self.written.append(str(func))
 
-    def _note_lifetimes(self, args: Any, kwargs: Any, result: Any) -> None:
-        read = tensors_in((args, kwargs))
+    def _note_lifetimes(self, read: list[torch.Tensor], result: Any) -> None:
         for tensor in read:
             self._hold(tensor)
         known = {storage_of(t) for t in read}

@@ -312,8 +312,7 @@ class Runner:
             text = f"diffgraph: breaks names {names}, which the forward never called (under that name): recorded without a break"
             warnings.warn(text, CaptureWarning, stacklevel=4)
         if recording.wrote_inputs:
-            for live, static in zip(_distinct_tensors(call.leaves), recording.inputs.tensors, strict=True):
-                live.copy_(static)
+            recording.inputs.copy_back(call.leaves)
             recording.release()
             self._drop(entry, refused=Reason.SIDE_EFFECTS)
         elif self._changed_state(module, entry) or self.entries.get(call.signature) is not entry:
@@ -519,7 +518,3 @@ def _intercepted() -> bool:
         return True
     modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() > 0 else []
     return any(type(mode) is not DeviceContext for mode in modes)
-
-
-def _distinct_tensors(leaves: list[Any]) -> list[torch.Tensor]:
-    return list({id(t): t for t in tensors_in(leaves)}.values())

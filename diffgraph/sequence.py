@@ -11,7 +11,7 @@ import torch
 from diffgraph.ambient import Ambient
 from diffgraph.devices import Pool, Segment, known_device, new_pool
 from diffgraph.errors import HostValueChanged, OptionError, OptionTypeError, ReplayError
-from diffgraph.tensors import bits_of
+from diffgraph.tensors import same_tensor_bits
 from diffgraph.tree import LEAF, Spec, flatten
 
 
@@ -185,7 +185,7 @@ class HostTensor(Binding):
         self.value = _arrived(tensor).clone()
 
     def accept(self, leaf: Any, name: str) -> None:
-        if not isinstance(leaf, torch.Tensor) or not _same_bits(_arrived(leaf), self.value):
+        if not isinstance(leaf, torch.Tensor) or not same_tensor_bits(_arrived(leaf), self.value):
             raise HostValueChanged(f"{name} brought other values to the host than when it was recorded")
 
 
@@ -225,12 +225,6 @@ def _same_value(a: Any, b: Any) -> bool:
         return bool(a == b)
     except (ValueError, RuntimeError):  # an array
         return False
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(bits_of(a), bits_of(b))
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -33,6 +33,11 @@ class StaticInputs:
         if self.tensors:
             torch._foreach_copy_(self.tensors, [leaves[i] for i in self._at])  # pyright: ignore[reportPrivateImportUsage]
 
+    def copy_back(self, leaves: list[Any]) -> None:
+        """Give a call's own tensors what a forward wrote to the static ones."""
+        for i, tensor in zip(self._at, self.tensors, strict=True):
+            leaves[i].copy_(tensor)
+
     def position(self, leaf: Any) -> int | None:
         """Where in a call's leaves this very static input stands; `None` for anything else."""
         return next((at for at, tensor in zip(self._at, self.tensors, strict=True) if tensor is leaf), None)

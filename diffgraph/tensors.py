@@ -41,6 +41,11 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
+def same_tensor_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one device have the same shape, dtype and bits."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b))
+
+
 def describe(tensor: torch.Tensor) -> str:
     """What is special about a tensor that has no plain memory, in words."""
     lazy = tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
