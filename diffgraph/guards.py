@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import getitem
+from operator import getitem, is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from diffgraph.reasons import Reason
 from diffgraph.refusals import global_hook_tables, random_or_stateful
+from diffgraph.writes import Writes
 
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Set anew by diffusers at every call, and empty of meaning for a forward; and a hook registry's own module.
@@ -64,35 +65,59 @@ Table = dict[str, Any]
 class Fingerprint:
     """What a recording of `module` relies on; `change()` tells what has become of it.
 
-    All is read by loops in C over tables that were looked up once, whole tables where most of what they hold matters.
-    `benchmarks.denoiser` measures it.
+    While nothing is written to the tables (`writes`), what they hold need not be read: only the weights' addresses, and what does
+    not lie in a table that is watched. All reading is done by loops in C. `benchmarks.denoiser` measures it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         modules = list(module.modules())
+        # A strong reference to the root would be a cycle, which keeps its weights until the garbage collector comes.
+        self._root = weakref.ref(module)
+        self._root_table = module.__dict__
+        self._root_then = self._read_root()
+        self._note_weights(modules)
+        self._note_attributes(modules, module)
+        self._note_classes(modules, module)
+        self._hook_tables = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)] + global_hook_tables()
+        self._hooks_made = RemovableHandle.next_id
+        self._hooks = list(map(len, self._hook_tables))
+        self._had_hooks = any(self._hooks)
+
+        weights, own = self._stateful, self._must_be_empty
+        self._writes = Writes([*self._children.tables, *weights, *own, *self._watched, *self._sized])
+        self._written: Any = None  # their count when all was last seen to be as it was, and the very same
+
+    def _note_weights(self, modules: list[torch.nn.Module]) -> None:
         self._children = _Values([m._modules for m in modules if m._modules])
-        weights = [d for m in modules for d in (m._parameters, m._buffers) if d]
-        slots = [(d, name) for d in weights for name in d]
-        self._plain = _columns([(d, name) for d, name in slots if _is_plain(d[name])])
-        self._absent = _columns([(d, name) for d, name in slots if d[name] is None])
+        self._stateful = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        slots = [(d, name) for d in self._stateful for name in d]
+        self._plain = [(d, name) for d, name in slots if _is_plain(d[name])]
+        self._absent = [(d, name) for d, name in slots if d[name] is None]
         self._composed = [(d, name) for d, name in slots if d[name] is not None and not _is_plain(d[name])]  # quantised
+        self._weights = [weakref.ref(d[name]) for d, name in self._plain]
         self._addresses = self._read_addresses()
         self._composed_addresses = self._read_composed()
-        self._stateful = weights
         # What is not torch's or diffusers' own may look for what it had none of.
         own = [m for m in modules if not type(m).__module__.startswith(("torch.", "diffusers.")) or isinstance(m, _HOLDERS)]
         self._must_be_empty = [d for m in own for d in (m._parameters, m._buffers, m._modules) if not d]
 
-        self._root_table = module.__dict__
-        self._root_then = self._read_root()
-        readers = list(_readers(modules, root=module))
+    def _note_attributes(self, modules: list[torch.nn.Module], root: torch.nn.Module) -> None:
+        readers = list(_readers(modules, root))
+        # Written at every call, though nothing that matters changes: these are read, not watched.
+        restless = {id(table) for _, _, table in readers if table is self._root_table or not _VOLATILE.isdisjoint(table)}
         self._whole = _Values([table for _, keys, table in readers if keys is None])
-        self._single = _columns([(table, key) for _, keys, table in readers if keys is not None for key in keys])
-        self._single_then = self._read_single()
+        single = [(table, key) for _, keys, table in readers if keys is not None for key in keys]
+        self._single = _Slots([(table, key) for table, key in single if id(table) not in restless])
+        self._restless = _Slots([(table, key) for table, key in single if id(table) in restless])
         self._owners = {id(table): type(owner) for owner, _, table in readers}
         named = [(table, key) for _, keys, table in readers for key in (table if keys is None else keys)]
         self._containers = [(t, k) for t, k in named if type(t[k]) in _CONTAINER_TYPES and k not in _MODULE_INTERNALS]
         self._contents = [_copy(table[key], _DEPTH) for table, key in self._containers]
+        flat = [_is_flat(table[key]) and id(table) not in restless for table, key in self._containers]
+        pairs = list(zip(self._containers, self._contents, strict=True))
+        self._deep = [pair for pair, is_flat in zip(pairs, flat, strict=True) if not is_flat]
+        tables = [table for _, _, table in readers if id(table) not in restless]
+        self._watched = tables + [table[key] for (table, key), is_flat in zip(self._containers, flat, strict=True) if is_flat]
         # An attribute more is seen by its table's size, where the table is not read whole.
         whole = set(map(id, self._whole.tables))
         called = [m.__dict__ for m in modules if not isinstance(m, _HOLDERS)]
@@ -101,29 +126,20 @@ class Fingerprint:
         self._owners |= {id(m.__dict__): type(m) for m in modules}
         self._sizes = self._read_sizes()
 
-        # A strong reference to the root would be a cycle, which keeps its weights until the garbage collector comes.
-        self._root = weakref.ref(module)
-        self._typed = [m for m in modules if m is not module and not _is_by_the_thousand(m) and not isinstance(m, _HOLDERS)]
+    def _note_classes(self, modules: list[torch.nn.Module], root: torch.nn.Module) -> None:
+        self._typed = [m for m in modules if m is not root and not _is_by_the_thousand(m) and not isinstance(m, _HOLDERS)]
         self._types = self._read_types()
         kinds = {*map(type, modules), *self._owners.values()}
         classes = {base for kind in kinds for base in kind.__mro__} - _BASES
         self._class_tables = [vars(c) for c in classes if c.__flags__ & _HEAP_TYPE]
         self._class_attributes = self._read_class_attributes()
 
-        self._hook_tables = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)] + global_hook_tables()
-        self._hooks_made = RemovableHandle.next_id
-        self._hooks = list(map(len, self._hook_tables))
-        self._had_hooks = any(self._hooks)
-
     def _read_addresses(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # every parameter is asked for an override else
-            return list(map(_TENSOR_PTR, map(getitem, *self._plain)))
+            return list(map(_TENSOR_PTR, [weight() for weight in self._weights]))
 
     def _read_composed(self) -> list[Any]:
         return [_address(d[name]) for d, name in self._composed]
-
-    def _read_single(self) -> list[Any]:
-        return list(map(getitem, *self._single))
 
     def _read_root(self) -> tuple[int, dict[str, Any]]:
         """How many attributes the root has, and its hooks: an empty hook registry, which diffusers makes when a pipeline's call
@@ -154,40 +170,63 @@ class Fingerprint:
     def state_versions(self) -> list[int]:
         """How often the contents of each weight, and of each tensor among the attributes, were written."""
         weights = chain.from_iterable(map(dict.values, self._stateful))
-        tensors = [t for t in chain(weights, self._whole.then, self._single_then) if isinstance(t, torch.Tensor)]
+        attributes = chain(self._whole.then, self._single.then, self._restless.then)
+        tensors = [t for t in chain(weights, attributes) if isinstance(t, torch.Tensor)]
         return [t._version for t in tensors if not t.is_inference()]
 
     def change(self) -> Reason | None:
         """The kind of the first change found; `None` when everything is as it was."""
         try:
-            if self._children.changed():
-                return self._tree_change()
-            if self._weights_changed():
-                return Reason.WEIGHTS_CHANGED
-            if self._hooked():
-                return Reason.HOOKS_CHANGED
-            if any(self._must_be_empty):
-                return self._filled_change()
-            if self._whole.changed() or self._read_single() != self._single_then:
-                return self._attribute_change()
-            if [table[key] for table, key in self._containers] != self._contents:
-                return self._container_change()
-            if self._read_root() != self._root_then:
-                return self._root_change()
-            if self._read_sizes() != self._sizes:
-                return self._size_change()
-            if self._read_types() != self._types or self._read_class_attributes() != self._class_attributes:
-                return Reason.ATTRIBUTES_CHANGED
+            count = self._writes.count()
+            if count != self._written:
+                written = self._written_change()
+                if written is not None:
+                    return written
+                # Another object may be equal now, but watched it is not.
+                same = self._children.are_the_same() and self._whole.are_the_same() and self._single.are_the_same()
+                self._written = count if same else None
+            return self._other_change()
         except Exception:  # an attribute is gone, a tensor stands where a number stood: whatever it is, it is a change
+            return Reason.ATTRIBUTES_CHANGED
+
+    def _written_change(self) -> Reason | None:
+        """A change in what is watched."""
+        if self._children.changed():
+            return self._tree_change()
+        try:
+            if any(d[name] is not None for d, name in self._absent):
+                return Reason.WEIGHTS_CHANGED
+            self._weights = [weakref.ref(d[name]) for d, name in self._plain]
+        except (TypeError, KeyError):  # None where a weight was, or a name is gone
+            return Reason.WEIGHTS_CHANGED
+        if any(self._must_be_empty):
+            return self._filled_change()
+        if self._whole.changed() or self._single.changed():
+            return self._attribute_change()
+        if [table[key] for table, key in self._containers] != self._contents:
+            return self._container_change()
+        return self._size_change() if self._read_sizes() != self._sizes else None
+
+    def _other_change(self) -> Reason | None:
+        """A change in what no write to a watched table shows."""
+        if self._weights_moved():
+            return Reason.WEIGHTS_CHANGED
+        if self._hooked():
+            return Reason.HOOKS_CHANGED
+        if self._restless.changed():
+            return self._attribute_change()
+        if any(table[key] != content for (table, key), content in self._deep):
+            return self._container_change()
+        if self._read_root() != self._root_then:
+            return self._root_change()
+        if self._read_types() != self._types or self._read_class_attributes() != self._class_attributes:
             return Reason.ATTRIBUTES_CHANGED
         return None
 
-    def _weights_changed(self) -> bool:
+    def _weights_moved(self) -> bool:
         try:
-            if self._read_addresses() != self._addresses or self._read_composed() != self._composed_addresses:
-                return True
-            return any(map(getitem, *self._absent))
-        except (TypeError, RuntimeError, KeyError):  # None where a weight was, or the reverse; or a name is gone
+            return self._read_addresses() != self._addresses or self._read_composed() != self._composed_addresses
+        except (TypeError, RuntimeError):  # another kind of tensor
             return True
 
     # -- which kind of change (slow; only once something differs)
@@ -209,9 +248,10 @@ class Fingerprint:
         return Reason.ADAPTER_CHANGED if any(map(_is_adapter, values)) else Reason.WEIGHTS_CHANGED
 
     def _attribute_change(self) -> Reason:
-        for table, key, then in zip(*self._single, self._single_then, strict=True):
-            if not _same(table.get(key), then):
-                return _kind_of_change(self._owners[id(table)], key)
+        for slots in (self._single, self._restless):
+            for table, key, then in zip(slots.tables, slots.keys, slots.then, strict=True):
+                if not _same(table.get(key), then):
+                    return _kind_of_change(self._owners[id(table)], key)
         for table, then in zip(self._whole.tables, self._whole.rows(), strict=True):
             if len(table) != len(then):
                 return _kind_of_change(self._owners[id(table)], next((k for k in _HOOK_ATTRIBUTES if k in table), ""))
@@ -236,8 +276,24 @@ class Fingerprint:
         return _kind_of_change(self._owners[id(table)], next((key for key in _HOOK_ATTRIBUTES if key in table), ""))
 
 
-class _Values:
-    """The values of some tables, one after the other, as they were."""
+class _Then:
+    """What was read once, to be compared with what is read now."""
+
+    then: list[Any]
+
+    def now(self) -> list[Any]:
+        raise NotImplementedError
+
+    def changed(self) -> bool:
+        return self.now() != self.then
+
+    def are_the_same(self) -> bool:
+        """Whether they are the very objects, not only equal ones."""
+        return all(map(is_, self.now(), self.then))
+
+
+class _Values(_Then):
+    """All values of some tables, one after the other."""
 
     def __init__(self, tables: list[Any]) -> None:
         self.tables = tables
@@ -247,17 +303,21 @@ class _Values:
     def now(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self.tables)))
 
-    def changed(self) -> bool:
-        return self.now() != self.then
-
     def rows(self) -> list[list[Any]]:
         values = iter(self.then)
         return [[next(values) for _ in range(length)] for length in self._lengths]
 
 
-def _columns(slots: list[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
-    """Tables and names in two lists, as `map(getitem, ...)` takes them."""
-    return [table for table, _ in slots], [name for _, name in slots]
+class _Slots(_Then):
+    """The values that stand under some names in some tables."""
+
+    def __init__(self, slots: list[tuple[Table, str]]) -> None:
+        self.tables = [table for table, _ in slots]
+        self.keys = [key for _, key in slots]
+        self.then = self.now()
+
+    def now(self) -> list[Any]:
+        return list(map(getitem, self.tables, self.keys))
 
 
 def _same(now: Any, then: Any) -> bool:
@@ -337,6 +397,12 @@ def _copy(value: Any, depth: int) -> Any:
     if isinstance(value, dict):
         return {key: _copy(item, depth - 1) for key, item in value.items()}
     return cast(Any, kind)([_copy(item, depth - 1) for item in value])
+
+
+def _is_flat(container: Any) -> bool:
+    """Whether writes to this one dict are all that can change what it holds."""
+    kinds = (*_CONTAINER_TYPES, torch.nn.Module)
+    return type(container) is dict and not any(isinstance(v, kinds) or _is_object(v) for v in container.values())
 
 
 def _is_by_the_thousand(module: torch.nn.Module) -> bool:
