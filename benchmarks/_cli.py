@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import pipelines
+from benchmarks._weights import QUANTIZED, add_lora, denoisers, quantize
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -18,6 +19,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--size", choices=("full", "tiny"), default="full" if gpu else "tiny")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     made.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 for full, float32 for tiny")
+    made.add_argument("--loras", type=int, default=0, help="unfused LoRAs of rank 16 on every linear layer of the blocks")
+    made.add_argument("--quantize", choices=list(QUANTIZED), help="torchao weights")
     made.add_argument("--out", metavar="FILE.json", help="write rows there; those of earlier runs are kept or replaced")
     return made
 
@@ -43,4 +46,9 @@ def build(family: str, options: argparse.Namespace) -> Any:
     else:
         pipe = pipelines.build(family).to(options.device, **given)
     pipe.set_progress_bar_config(disable=True)
+    for module in denoisers(pipe):
+        if options.quantize:
+            quantize(module, options.quantize)
+        for i in range(options.loras):
+            add_lora(module, f"lora{i}")
     return pipe

@@ -13,7 +13,7 @@ import torch
 import diffgraph
 
 Row = dict[str, Any]
-_KEY = ("what", "family", "shape", "mode")
+_KEY = ("what", "family", "shape", "mode", "loras", "quantized")
 
 
 class Results:
@@ -45,7 +45,7 @@ class Results:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in _KEY)
+    return tuple(row.get(name) or None for name in _KEY)
 
 
 def _machine(device: str) -> str:

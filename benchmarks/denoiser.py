@@ -45,13 +45,13 @@ COLUMNS = {
 class Case:
     """One family at one shape. Modes are visited forth and back (A B C C B A), so that drift favours none of them."""
 
-    def __init__(self, pipe: Any, family: str, shape: str, repeats: int) -> None:
+    def __init__(self, pipe: Any, family: str, shape: str, repeats: int, **about: Any) -> None:
         self.pipe = pipe
         self.repeats = -(-repeats // 2)  # a visit
         self.call = DenoiserCall.of(pipe, family, shape)
         self.new = [self.call.with_new_inputs(seed) for seed in (1, 2)]  # two, of which neither may overwrite the other
         self.expected = [call() for call in self.new]
-        self.about = {"what": "denoiser", "family": family, "shape": shape, "dtype": str(self.call.module.dtype)[6:]}
+        self.about = {"what": "denoiser", "family": family, "shape": shape, "dtype": str(self.call.module.dtype)[6:], **about}
 
     def rows(self, modes: Sequence[str]) -> list[Row]:
         rows: dict[str, Row] = {mode: self._blank(mode) for mode in modes}
@@ -159,7 +159,8 @@ def family_rows(family: str, options: argparse.Namespace) -> Iterator[list[Row]]
     """The rows of each shape, as soon as they are measured."""
     pipe = _cli.build(family, options)
     for shape in options.shapes or default_shapes(family, options):
-        yield Case(pipe, family, shape, options.repeats).rows(options.modes)
+        about = {"loras": options.loras, "quantized": options.quantize}
+        yield Case(pipe, family, shape, options.repeats, **about).rows(options.modes)
 
 
 def default_shapes(family: str, options: argparse.Namespace) -> Sequence[str]:

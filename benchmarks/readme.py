@@ -78,7 +78,8 @@ def measured() -> str:
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], dict[str, Any]]]:
     """A results file, and its rows by what, family, shape and mode."""
     data = json.loads(path.read_text(encoding="utf-8"))
-    return data, {(r["what"], r["family"], r["shape"], r["mode"]): r for r in data["rows"]}
+    plain = [r for r in data["rows"] if not r.get("loras") and not r.get("quantized")]
+    return data, {(r["what"], r["family"], r["shape"], r["mode"]): r for r in plain}
 
 
 def spent(rows: list[dict[str, Any]]) -> list[str]:
