@@ -45,7 +45,7 @@ def accelerate_pipeline(
     prompt_buckets: Any = "auto",
     breaks: str | Sequence[str] = "auto",
     components: str | Sequence[str] = "denoiser",
-    max_graphs: int = 32,
+    max_graphs: int | None = None,
     memory_limit: int | float | str | None = None,
     verify: bool = True,
     poison: bool = False,
@@ -66,11 +66,14 @@ def accelerate_pipeline(
         breaks: `"attention"`, `"auto"` (at present the same), or names of submodules ("blocks.0.attn") and functions
             ("package.module.function") to run eager.
         components: `"denoiser"`, or some of the denoisers' names.
-        max_graphs: recorded signatures a device, the least recently used going first.
+        prompt_buckets: `"auto"`: where a rule in `families` allows it, prompts share the recording of the next multiple of 64
+            rows (up to 1,024), exactly; a list of lengths instead; `None`: each length is recorded for itself.
+        max_graphs: recorded signatures a device, the least recently used going first; default 32, or as many as the capture
+            shapes ask for.
         memory_limit: of graph memory a device: bytes, text (`"4GiB"`) or a fraction of the device's memory.
         verify: compare each signature's first replay with eager before it is trusted (costs one eager forward).
         poison: (CPU) fill dead intermediates with NaN before each replay, to find faults of lifetime.
-        compile_blocks, prompt_buckets: part of the design, not built yet; their defaults alone are accepted.
+        compile_blocks: part of the design, not built yet; `False` alone is accepted.
 
     Raises:
         OptionError, OptionTypeError, NotYetError: an option is wrong. NoDenoiserError: nothing to accelerate.

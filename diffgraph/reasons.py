@@ -20,6 +20,10 @@ class Reason(str, Enum):
 
     UNSEEN_SIGNATURE = "unseen_signature", "nothing is recorded for this signature (yet, or by choice of `capture`)"
     CAPTURE_FAILED = "capture_failed", "recording this signature was tried and failed"
+    PROMPT_TOO_LONG = (
+        "prompt_too_long",
+        "the prompt is longer than the largest of `prompt_buckets`, and nothing is recorded for its exact length",
+    )
     WEIGHTS_CHANGED = "weights_changed", "a parameter, a buffer or the module tree is no longer the one recorded"
     ADAPTER_CHANGED = "adapter_changed", "a LoRA or IP-adapter was loaded, switched, scaled, fused or removed"
     PROCESSORS_CHANGED = "processors_changed", "attention processors or the attention backend were changed"
