@@ -19,7 +19,7 @@ import torch
 from diffgraph.current import RECORDING, open_recorder
 from diffgraph.errors import OptionError
 from diffgraph.padding import current as padding_now
-from diffgraph.padding import dropped, without_padding
+from diffgraph.padding import left_out, without_padding
 from diffgraph.sequence import Break, GraphSequence
 
 
@@ -69,7 +69,7 @@ def _break(
             fn = at_replay if padding is None or rows is None else without_padding(at_replay, padding, rows)
             return recorder.run_break(name, fn, args, kwargs)
         if recorder is None and padding is not None and rows is not None:
-            with dropped(None):  # one door leads to the other
+            with left_out(None):  # one door leads to the other
                 return without_padding(original, padding, rows)(*args, **kwargs)
         return original(*args, **kwargs)
 

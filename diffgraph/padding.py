@@ -1,8 +1,10 @@
 """Rows of a padded prompt: how many of them are real, and attention without the others.
 
 A recording made for a bucket of, say, 64 rows serves every shorter prompt. What is recorded works on all 64 rows, each for
-itself; attention, where rows meet, runs eagerly between the segments and is given the real ones alone. So no padded row ever
-reaches a real one, whatever it holds, no mask is needed, and attention launches the kernel that it would without padding.
+itself; attention, where rows meet, runs eagerly between the segments and is given the real keys and values alone. So no padded
+row ever reaches a real one, whatever it holds, no mask is needed, and the fast kernels stay. The padding stands before the
+prompt: then the real rows lie together, and leaving the others out is a view, not a copy. (With the padding behind the prompt,
+leaving it out cost 2 to 8 % of a call, measured on one H200.)
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _here = threading.local()
@@ -26,14 +26,19 @@ class Padding:
         self.buckets = buckets
         self.lengths = lengths
 
+    @property
+    def rows(self) -> int:
+        """Of a call's one prompt: how many rows of padding stand before it."""
+        return self.buckets[0] - self.lengths[0]
+
 
 def current() -> Padding | None:
-    """Of the forward that this thread runs or records now, if it is to drop padded rows in attention."""
+    """Of the forward that this thread runs or records now, if it is to leave out padded rows in attention."""
     return getattr(_here, "padding", None)
 
 
 @contextmanager
-def dropped(padding: Padding | None) -> Iterator[None]:
+def left_out(padding: Padding | None) -> Iterator[None]:
     """Inside, this thread's attention calls (through the doors that `breaks` opens) leave padded rows out."""
     before = current()
     _here.padding = padding
@@ -44,29 +49,18 @@ def dropped(padding: Padding | None) -> Iterator[None]:
 
 
 def without_padding(attention: Callable[..., Any], padding: Padding, dim: int) -> Callable[..., Any]:
-    """`attention` on the real rows alone, for tensors whose rows lie along `dim`, text first; zeros for the rest."""
+    """`attention` to the real rows alone, for tensors whose rows lie along `dim`, padding first. (Padded rows do ask, since each
+    asks for itself and nobody looks at what they are told.)"""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        length, bucket = padding.lengths[0], padding.buckets[0]
-        if length == bucket:
+        skip = padding.rows
+        if skip == 0:
             return attention(*args, **kwargs)
         given = {**dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
-
-        def real(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-            rest = tensor.shape[dim] - bucket
-            return torch.cat([tensor.narrow(dim, 0, length), tensor.narrow(dim, bucket, rest)], dim)
-
-        rows = given["query"].shape[dim]
-        for name in ("query", "key", "value"):
-            given[name] = real(given[name], dim)
-        mask = given.get("attn_mask")
-        if mask is not None:
-            mask = real(mask, -1)
-            given["attn_mask"] = real(mask, -2) if mask.shape[-2] == rows else mask
-        found = attention(**given)
-        shape = list(found.shape)
-        shape[dim] = bucket - length
-        parts = found.narrow(dim, 0, length), found.new_zeros(shape), found.narrow(dim, length, found.shape[dim] - length)
-        return torch.cat(parts, dim)
+        for name, along in (("key", dim), ("value", dim), ("attn_mask", -1)):
+            tensor = given.get(name)
+            if tensor is not None:
+                given[name] = tensor.narrow(along, skip, tensor.shape[along] - skip)
+        return attention(**given)
 
     return call

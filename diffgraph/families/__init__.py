@@ -6,11 +6,12 @@ from __future__ import annotations
 import torch
 
 from diffgraph.families.base import PromptRule
+from diffgraph.families.qwen_image import QwenImage
 from diffgraph.families.text_first import TextFirst
 from diffgraph.families.z_image import ZImage
 
 _RULES: dict[str, PromptRule] = {
-    "QwenImageTransformer2DModel": TextFirst(
+    "QwenImageTransformer2DModel": QwenImage(
         "encoder_hidden_states", mask="encoder_hidden_states_mask", absent=("txt_seq_lens",)
     ),
     "CogView4Transformer2DModel": TextFirst("encoder_hidden_states", mask="attention_mask"),

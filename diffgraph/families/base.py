@@ -52,11 +52,12 @@ def bucket_of(length: int, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= length), None)
 
 
-def rows(tensor: torch.Tensor, length: int, dim: int) -> torch.Tensor:
-    """`tensor` with `length` rows along `dim`: cut, or filled up with zeros (`False`)."""
+def rows(tensor: torch.Tensor, length: int, dim: int, *, before: bool = False) -> torch.Tensor:
+    """`tensor` with `length` rows along `dim`: cut, or filled up with zeros (`False`), behind or `before` the others."""
     missing = length - tensor.shape[dim]
     if missing <= 0:
         return tensor if missing == 0 else tensor.narrow(dim, 0, length)
     shape = list(tensor.shape)
     shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    filling = tensor.new_zeros(shape)
+    return torch.cat([filling, tensor] if before else [tensor, filling], dim)

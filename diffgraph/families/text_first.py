@@ -1,7 +1,7 @@
 """Denoisers whose every attention joins text and image rows, text first, and whose other layers take each row for itself.
 
 Read in diffusers 0.42: the forwards of the classes that `families` lists under this rule. The positions of the image rows do not
-depend on the text's length; those of the text rows count from its start.
+depend on the text's length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diffgraph.families.base import Lengths, PromptRule, bucket_of, rows
-from diffgraph.padding import Padding, dropped
+from diffgraph.padding import Padding, left_out
 
 
 class TextFirst(PromptRule):
@@ -41,10 +41,10 @@ class TextFirst(PromptRule):
 
     def resized(self, given: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
         found = {name: given.get(name) for name in (self._text, self._mask)}
-        return {name: rows(tensor, lengths[0], 1) for name, tensor in found.items() if tensor is not None}
+        return {name: rows(tensor, lengths[0], 1, before=True) for name, tensor in found.items() if tensor is not None}
 
     def every(self, lengths: Lengths, sizes: Sequence[int]) -> list[Lengths]:
         return [(size,) for size in reversed(sizes)]
 
     def placed(self, module: torch.nn.Module, padding: Padding) -> AbstractContextManager[Any]:
-        return dropped(padding)
+        return left_out(padding)
