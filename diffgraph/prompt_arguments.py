@@ -15,36 +15,52 @@ from diffgraph.tree import flatten
 _WORD = " a"
 _PROMPT = "a photo of a cat"
 #: The pipelines' own names for the scale of classifier-free guidance; the first that a pipeline takes is meant.
-_SCALES = ("true_cfg_scale", "guidance_scale")
+SCALES = ("true_cfg_scale", "guidance_scale")
 _ON = 4.0
 
 
-def prompt_arguments(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any]) -> dict[str, Any]:
-    """Prompt, negative prompt and guidance for a call of the pipeline at this shape."""
+def per_prompt_argument(accepted: Mapping[str, Any]) -> str | None:
+    """The name of a pipeline's argument for how many pictures it makes of each prompt."""
+    return next((n for n in ("num_images_per_prompt", "num_videos_per_prompt") if n in accepted), None)
+
+
+def prompt_arguments(
+    pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any], one_prompt: bool = False
+) -> dict[str, Any]:
+    """Prompt, negative prompt and guidance for a call of the pipeline at this shape.
+
+    A batch is as many prompts, or `one_prompt` that as many pictures are made of.
+    """
     wanted: dict[str, Any] = {}
     embedded = "prompt_embeds" in shape.inputs
     given = embedded or "prompt" in shape.inputs
+    per_prompt = per_prompt_argument(accepted)
     if not given:
         wanted.update(_prompt(pipe, shape, accepted))
-        wanted["prompt"] = [wanted["prompt"]] * shape.batch if shape.batch > 1 else wanted["prompt"]
+        if one_prompt and per_prompt is not None:
+            wanted[per_prompt] = shape.batch
+        elif shape.batch > 1:
+            wanted["prompt"] = [wanted["prompt"]] * shape.batch
     elif shape.batch > 1:
-        per_prompt = next((n for n in ("num_images_per_prompt", "num_videos_per_prompt") if n in accepted), None)
         if per_prompt is None:
             raise ShapeError(
                 f"{type(pipe).__name__} makes one picture per prompt; give {shape.batch} prompts in inputs"
             )
         wanted[per_prompt] = shape.batch
-    wanted.update(_guidance(pipe, shape, accepted, embedded))
+    prompts = 1 if one_prompt and per_prompt is not None else shape.batch
+    wanted.update(_guidance(pipe, shape, accepted, embedded, prompts))
     return wanted
 
 
-def _guidance(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any], embedded: bool) -> dict[str, Any]:
+def _guidance(
+    pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any], embedded: bool, prompts: int
+) -> dict[str, Any]:
     if shape.guidance is None:
         return {}
-    name = next((n for n in _SCALES if n in accepted), None)
+    name = next((n for n in SCALES if n in accepted), None)
     if name is None:
         raise ShapeError(
-            f"{type(pipe).__name__} takes none of {', '.join(_SCALES)}, so capture shape {shape} cannot set cfg"
+            f"{type(pipe).__name__} takes none of {', '.join(SCALES)}, so capture shape {shape} cannot set cfg"
         )
     if shape.guidance is False:
         return {name: _off(pipe)}
@@ -54,7 +70,7 @@ def _guidance(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any], embed
         scale = default if isinstance(default, (int, float)) and default > 1 else _ON
     wanted: dict[str, Any] = {name: scale}
     if scale > 1 and "negative_prompt" in accepted and not embedded and "negative_prompt" not in shape.inputs:
-        wanted["negative_prompt"] = [""] * shape.batch if shape.batch > 1 else ""
+        wanted["negative_prompt"] = [""] * prompts if prompts > 1 else ""
     return wanted
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diffgraph.shapes import CaptureShape
+
 if TYPE_CHECKING:
     from diffgraph.runner import Runner
 
@@ -41,6 +43,7 @@ class Report:
     signatures: list[SignatureReport] = field(default_factory=list)
     memory_bytes: int = 0
     unseen: dict[str, int] = field(default_factory=dict)
+    _shapes: tuple[CaptureShape, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, runners: Sequence[Runner]) -> Report:
@@ -50,10 +53,19 @@ class Report:
         memory = sum(m.bytes() for m in {id(r.memory): r.memory for r in runners}.values())
         unseen: Counter[str] = sum((r.unseen for r in runners), Counter())
         counts = routes["capture"], routes["replay"], routes["eager"], dict(reasons.most_common())
-        return cls(*counts, rows, memory, dict(unseen.most_common()))
+        entries = [entry.shape for r in runners for entry in list(r.entries.values())]
+        shapes = [shape for r in runners for shape in [*entries, *r.unseen_shapes] if shape is not None]
+        return cls(*counts, rows, memory, dict(unseen.most_common()), tuple(dict.fromkeys(shapes)))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        del found["_shapes"]
+        return found
+
+    def to_shapes(self) -> list[CaptureShape]:
+        """What the pipeline was really asked for so far, largest first, as `capture_shapes` takes it; `save_shapes` writes it to
+        a file. Calls whose shape no text can say (other pictures as input, prompts of one's own) are told by size alone."""
+        return sorted(self._shapes, key=lambda shape: shape.size, reverse=True)
 
     def __str__(self) -> str:
         lines = [

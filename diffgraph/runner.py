@@ -34,6 +34,7 @@ from diffgraph.refusals import refusal
 from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused, Signature
 from diffgraph.tensors import tensors_in
+from diffgraph.traffic import asked_shape
 from diffgraph.tree import flatten
 
 logger = logging.getLogger("diffgraph")
@@ -84,6 +85,7 @@ class Runner:
         self.reasons: Counter[str] = Counter()
         self.entries: dict[Signature, Entry] = {}
         self.unseen: Counter[str] = Counter()  # calls that start-up capture has not foreseen, by their label
+        self.unseen_shapes: list[CaptureShape | None] = []
         self._variants: Counter[Signature] = Counter()  # signatures by what they are without their numbers
         # What the recordings hold would otherwise keep the weights until the garbage collector finds the cycle.
         self._module = weakref.ref(module, partial(_release, weakref.ref(self)))
@@ -157,11 +159,13 @@ class Runner:
             if pool.in_turn:  # a break of another recording of this pool called us
                 raise Refused(Reason.NESTED_CAPTURE)
             try:
-                entry = self._entry(call.signature)
+                entry = self._entry(call)
             except Refused as refused:
                 if refused.reason is Reason.UNSEEN_SIGNATURE and prompts is not None and prompts.too_long(args, kwargs):
                     raise Refused(Reason.PROMPT_TOO_LONG) from None
                 raise
+            if not entry.is_met and not self._insisting:
+                entry.is_met, entry.shape = True, asked_shape(call.prompt)
             if self._insisting and entry.recording is not None and entry.insistence != self._insistence:
                 self._drop(entry)
             if self._insisting:
@@ -226,13 +230,16 @@ class Runner:
             if entry.refused is not Reason.VERIFY_FAILED:  # that one is for good
                 entry.refused = None
 
-    def _entry(self, signature: Signature) -> Entry:
-        """What is known of this signature; raises `Refused` when it is new and not to be recorded."""
+    def _entry(self, call: Call) -> Entry:
+        """What is known of this call's signature; raises `Refused` when it is new and not to be recorded."""
+        signature = call.signature
         entry = self.entries.get(signature)
         if entry is not None:
             return entry
         if not self._may_capture():
             label = self._label(signature)
+            if label not in self.unseen and len(self.unseen) < MAX_UNSEEN:
+                self.unseen_shapes.append(asked_shape(call.prompt))
             if label in self.unseen or len(self.unseen) < MAX_UNSEEN:
                 self.unseen[label] += 1
             raise Refused(Reason.UNSEEN_SIGNATURE)

@@ -68,13 +68,16 @@ def _run(pipe: Any, shape: CaptureShape) -> None:
     try:
         with torch.no_grad():
             pipe(**call_arguments(pipe, shape))
+            if shape.batch > 1 and not _PROMPTS & set(shape.inputs):
+                # Pipelines may tell the denoiser how many prompts there were: several pictures of one are another signature.
+                pipe(**call_arguments(pipe, shape, one_prompt=True))
     except (ShapeError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ShapeError(f"{type(pipe).__name__} refuses the capture shape {shape}: {error}") from error
 
 
-def call_arguments(pipe: Any, shape: CaptureShape) -> dict[str, Any]:
+def call_arguments(pipe: Any, shape: CaptureShape, one_prompt: bool = False) -> dict[str, Any]:
     """Keyword arguments for one short call of the pipeline at this shape, without decoding the picture.
 
     What the shape does not say is left to the pipeline's own defaults, as a real call would. Raises `ShapeError` for a field that
@@ -84,7 +87,7 @@ def call_arguments(pipe: Any, shape: CaptureShape) -> dict[str, Any]:
     wanted: dict[str, Any] = {"height": shape.height, "width": shape.width, "num_inference_steps": STEPS}
     if shape.num_frames is not None:
         wanted["num_frames"] = shape.num_frames
-    wanted.update(prompt_arguments(pipe, shape, accepted))
+    wanted.update(prompt_arguments(pipe, shape, accepted, one_prompt))
     wanted.update(shape.inputs)
     unknown = [name for name in wanted if name not in accepted]
     if unknown:
