@@ -184,7 +184,9 @@ class Fingerprint:
             if count != self._written:
                 written = self._written_change()
                 if written is not None:
-                    return written
+                    # Who quantises weights in place may leave a mark on their module too.
+                    other = written is Reason.ATTRIBUTES_CHANGED and self._weights_moved()
+                    return Reason.WEIGHTS_CHANGED if other else written
                 # Another object may be equal now, but watched it is not.
                 same = self._children.are_the_same() and self._whole.are_the_same() and self._single.are_the_same()
                 self._written = count if same else None

@@ -175,6 +175,8 @@ class Recorder(TorchDispatchMode):
     # -- ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(_is_made_of_others, types)):
+            return NotImplemented  # a quantised weight, say: what it does with the tensors that it is made of comes by here
         kwargs = kwargs or {}
         self._note_writes(func, args, kwargs)
         if self._segment is None or self.in_break:
@@ -326,6 +328,10 @@ class Recorder(TorchDispatchMode):
                 else:
                     self._pending.append((buffer, bindings[i], result))
         return bindings, replaced
+
+
+def _is_made_of_others(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _buffers_for(views: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -37,6 +37,8 @@ def refusal(module: torch.nn.Module) -> Reason | None:
             return reason
         if submodule.training and random_or_stateful(submodule):
             return Reason.TRAINING
+        if _keeps_outliers(submodule):
+            return Reason.SIDE_EFFECTS
         if getattr(submodule, "_parallel_config", None) is not None:
             return Reason.MULTI_DEVICE
     if torch.device("meta") in devices:
@@ -68,6 +70,12 @@ def _offloads(hook: Any) -> bool:
     if inner:
         return any(map(_offloads, inner))
     return type(hook).__name__ in ("CpuOffload", "LayerwiseCastingHook") or bool(getattr(hook, "offload", False))
+
+
+def _keeps_outliers(module: torch.nn.Module) -> bool:
+    """bitsandbytes' 8-bit layers with a threshold for outliers: each forward leaves their columns in the layer's state."""
+    state = module.__dict__.get("state")
+    return type(module).__module__.startswith("bitsandbytes.") and getattr(state, "threshold", 0) > 0
 
 
 def random_or_stateful(module: torch.nn.Module) -> bool:
