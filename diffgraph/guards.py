@@ -389,9 +389,10 @@ def _objects(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """An object with a state of its own; not a tensor, a module, a class, a function or a container."""
-    others = (torch.Tensor, torch.nn.Module, type, dict, list, tuple, FunctionType, MethodType, ModuleType, partial, Enum)
-    return hasattr(value, "__dict__") and not isinstance(value, others)
+    """An object with a state of its own; not a tensor, a module, a class, a function or a container (but diffusers' frozen
+    configuration is both: a dict whose items are attributes too)."""
+    others = (torch.Tensor, torch.nn.Module, type, list, tuple, FunctionType, MethodType, ModuleType, partial, Enum)
+    return hasattr(value, "__dict__") and not isinstance(value, others) and type(value) not in _CONTAINER_TYPES
 
 
 def _copy(value: Any, depth: int) -> Any:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from _toys import SETTLED, accelerated, call, calls, eager, settle
+from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -52,6 +53,7 @@ class Toy(nn.Module):
         self.state = SimpleNamespace(scale=1.0, inner=SimpleNamespace(scale=1.0))
         self.parts = [SimpleNamespace(scale=1.0)]
         self.empty = Empty()
+        self.config = FrozenDict(scale=1.0)
         self.ordered, self.queue = OrderedDict(a=1.0), deque([1.0])
 
     factor = 1.0
@@ -76,6 +78,7 @@ class Toy(nn.Module):
             * self.ordered["a"]
             * self.queue[0]
             * getattr(self.empty, "scale", 1.0)
+            * self.config.scale
         )
         return self.method(x * self.factor) + self.flag
 
@@ -116,6 +119,7 @@ CHANGES = {
     "an attribute of its object": (lambda m: setattr(m.state.inner, "scale", 2.0), "attributes_changed"),
     "an attribute of an object in a list": (lambda m: setattr(m.parts[0], "scale", 2.0), "attributes_changed"),
     "the first attribute of an object": (lambda m: setattr(m.empty, "scale", 2.0), "attributes_changed"),
+    "the configuration": (lambda m: setattr(m.config, "scale", 2.0), "attributes_changed"),
     "a tensor attribute": (lambda m: setattr(m, "plain", torch.full((8,), 2.0)), "attributes_changed"),
     "a tensor attribute's memory": (lambda m: setattr(m.plain, "data", torch.full((8,), 2.0)), "attributes_changed"),
     "the memory of a tensor in a list": (lambda m: setattr(m.tensors[0], "data", torch.tensor(2.0)), "attributes_changed"),
