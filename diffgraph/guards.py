@@ -36,6 +36,7 @@ _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 _VOLATILE = frozenset({"_child_registries_cache", "_compiled_call_impl", "_module_ref"})
 _CONTAINER_LIMIT = 256  # a longer list is compared by identity, to bound the cost of a call
 _CONTAINER_TYPES = frozenset({list, tuple, set, dict, OrderedDict, defaultdict, deque})
+_ONE_IN = 16  # weights is asked whether it wants gradients, which decides how a matrix product is computed; asking all is dear
 _DEPTH = 4  # of containers and objects below a module's attributes
 _HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)  # without a forward
 #: Layers that a large model has by the thousand. Their settings (`eps`, `negative_slope`) are not compared, as a call would cost
@@ -99,6 +100,8 @@ class Fingerprint:
         self._weight_tables = [d for d, _ in own_memory]
         self._weight_names = [name for _, name in own_memory]
         self._addresses = addresses(self._weights())
+        self._sample = present[::_ONE_IN]
+        self._ask_for_gradients = self._read_sample()
         others = [(d, name) for d, name in present if not _is_plain(d[name])]
         self._composed = ComposedWeights(others)
         # What is not torch's or diffusers' own may look for what it had none of.
@@ -145,6 +148,9 @@ class Fingerprint:
     def _weights(self) -> Iterable[Any]:
         """Looked up each time: a reference would keep a replaced weight's memory, and a weak one breaks `swap_tensors`."""
         return map(getitem, self._weight_tables, self._weight_names)
+
+    def _read_sample(self) -> list[bool]:
+        return [table[name].requires_grad for table, name in self._sample]
 
     def _read_root(self) -> tuple[int, dict[str, Any]]:
         """How many attributes the root has, and its hooks: an empty hook registry, which diffusers makes when a pipeline's call
@@ -230,7 +236,8 @@ class Fingerprint:
 
     def _weights_moved(self) -> bool:
         try:
-            return addresses(self._weights()) != self._addresses or self._composed.moved()
+            moved = addresses(self._weights()) != self._addresses or self._composed.moved()
+            return moved or self._read_sample() != self._ask_for_gradients
         except (KeyError, TypeError, AttributeError, RuntimeError):  # it is gone, or another kind of tensor
             return True
 

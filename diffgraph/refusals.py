@@ -41,6 +41,8 @@ def refusal(module: torch.nn.Module) -> Reason | None:
             return Reason.SIDE_EFFECTS
         if getattr(submodule, "_parallel_config", None) is not None:
             return Reason.MULTI_DEVICE
+    if any(device.type == "cuda" for device in devices) and torch.cuda.get_allocator_backend() != "native":
+        return Reason.ALLOCATOR  # of cudaMallocAsync, recording was reported to abort the process
     if torch.device("meta") in devices:
         return Reason.OFFLOAD
     return Reason.MULTI_DEVICE if len(devices) > 1 else None
