@@ -19,6 +19,7 @@ import torch
 from diffgraph.current import RECORDING, open_recorder
 from diffgraph.errors import OptionError
 from diffgraph.sequence import Break, GraphSequence
+from diffgraph.untraced import untraced
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def _break(name: str, live: Callable[[], Callable[..., Any]], original: Callable
             return original(*args, **kwargs)
         return recorder.run_break(name, at_replay, args, kwargs)
 
-    return stand_in
+    return untraced(stand_in)
 
 
 @contextmanager
