@@ -21,6 +21,7 @@ from diffgraph.errors import OptionError
 from diffgraph.padding import current as padding_now
 from diffgraph.padding import left_out, without_padding
 from diffgraph.sequence import Break, GraphSequence
+from diffgraph.untraced import untraced
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def _break(
                 return without_padding(original, padding, rows)(*args, **kwargs)
         return original(*args, **kwargs)
 
-    return stand_in
+    return untraced(stand_in)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from diffgraph.runner import Runner
 from diffgraph.shapes import load_shapes
 from diffgraph.startup import capture_shapes as capture_at_startup
 
+_COMPILED = "_orig_mod"  # where `torch.compile(module)` keeps the module
 #: The names under which diffusers' pipelines keep the module that they call at each step.
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -33,6 +34,8 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 #: Which objects (pipelines, or modules accelerated on their own) each runner serves.
 _owners: weakref.WeakKeyDictionary[Runner, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+#: The same by module: `module.compile()` pushes a runner out, and what it served is to be known still.
+_served: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def accelerate_pipeline(
@@ -136,8 +139,11 @@ def restore_pipeline(pipe: P) -> P:
 
     A denoiser that several accelerated pipelines share is restored with the last of them. Raises `NotAcceleratedError`.
     """
-    for module, runner in _runners(pipe):
+    pushed_out = _pushed_out(pipe)
+    for module, runner in _found(pipe) if pushed_out else _runners(pipe):
         _disown(pipe, module, runner)
+    for module in pushed_out:
+        _served[module].discard(pipe)
     return pipe
 
 
@@ -173,7 +179,11 @@ def paused(pipe: Any) -> Iterator[None]:
 
 def report(pipe: Any) -> Report:
     """What happened so far on this pipeline or module. Raises `NotAcceleratedError`."""
-    return Report.of([runner for _, runner in _runners(pipe)])
+    found, pushed_out = _found(pipe), _pushed_out(pipe)
+    if not pushed_out:
+        found = _runners(pipe)  # or say that there are none
+    around = [m for m, _ in found if not any(m is candidate for candidate in _candidates(pipe))]  # by `torch.compile(module)`
+    return Report.of([runner for _, runner in found], [_name_in(pipe, module) for module in (*around, *pushed_out)])
 
 
 def _denoisers(pipe: Any, components: Any) -> dict[str, torch.nn.Module]:
@@ -215,9 +225,31 @@ def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
 
 
 def _found(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
+    return [(m, runner) for m in _modules(pipe) if (runner := _runner(m)) is not None and pipe in _owners[runner]]
+
+
+def _pushed_out(pipe: Any) -> list[torch.nn.Module]:
+    """The denoisers that were accelerated, and then compiled by `module.compile()`, which took our place."""
+    return [m for m in _modules(pipe) if _runner(m) is None and pipe in _served.get(m, ())]
+
+
+def _modules(pipe: Any) -> Iterator[torch.nn.Module]:
+    """The denoisers, and those inside `torch.compile(denoiser)`."""
+    for denoiser in _candidates(pipe):
+        yield denoiser
+        inner = denoiser.__dict__["_modules"].get(_COMPILED)
+        if inner is not None:
+            yield inner
+
+
+def _candidates(pipe: Any) -> list[torch.nn.Module]:
     candidates = [pipe] if isinstance(pipe, torch.nn.Module) else [getattr(pipe, name, None) for name in DENOISERS]
-    modules = [module for module in candidates if isinstance(module, torch.nn.Module)]
-    return [(m, runner) for m in modules if (runner := _runner(m)) is not None and pipe in _owners[runner]]
+    return [module for module in candidates if isinstance(module, torch.nn.Module)]
+
+
+def _name_in(pipe: Any, module: torch.nn.Module) -> str:
+    names = [name for name in DENOISERS if module in (m := getattr(pipe, name, None), getattr(m, _COMPILED, None))]
+    return names[0] if names else type(module).__name__
 
 
 def _check_shared(modules: dict[str, torch.nn.Module], options: Options) -> None:
@@ -240,7 +272,7 @@ def _install(pipe: Any, modules: dict[str, torch.nn.Module], options: Options) -
         runner = _runner(module)  # another pipeline's, with which this one shares the module
         if runner is None:
             runner = Runner(name, module, options, memory)
-            _owners[runner] = weakref.WeakSet()
+            _owners[runner] = _served[module] = weakref.WeakSet()
             module.__dict__["_compiled_call_impl"] = runner
         _owners[runner].add(pipe)
         runners.append(runner)

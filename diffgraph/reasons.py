@@ -46,4 +46,5 @@ class Reason(str, Enum):
     VERIFY_FAILED = "verify_failed", "the first replay differed from eager"
     NESTED_CAPTURE = "nested_capture", "somebody else's capture is open"
     MULTI_DEVICE = "multi_device", "the denoiser's weights lie on several devices"
+    ALLOCATOR = "allocator", "CUDA memory comes from another allocator than PyTorch's own, whose graphs can have a pool"
     PAUSED = "paused", "the call was made under `diffgraph.paused`"

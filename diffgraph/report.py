@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from diffgraph.runner import Runner
 
 _MIB = 2**20
+_COMPILED_LATER = "was compiled after it was accelerated, so its calls are not recorded: restore, compile, then accelerate"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Report:
     """Routes of all calls so far (`captures`, `replays`, `eager`), the eager ones by reason code, and the signatures.
 
     `memory_bytes` is what the pools hold now; signatures share it, so theirs need not add up to it. `unseen`: calls that start-up
-    capture had not foreseen, by what they looked like. `print(report)` is a table; `to_dict()` is ready for JSON.
+    capture had not foreseen, by what they looked like; `bypassed`: denoisers that were compiled after they were accelerated, and
+    whose calls pass us by. `print(report)` is a table; `to_dict()` is ready for JSON.
     """
 
     captures: int
@@ -43,10 +45,11 @@ class Report:
     signatures: list[SignatureReport] = field(default_factory=list)
     memory_bytes: int = 0
     unseen: dict[str, int] = field(default_factory=dict)
+    bypassed: list[str] = field(default_factory=list)
     _shapes: tuple[CaptureShape, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, runners: Sequence[Runner]) -> Report:
+    def of(cls, runners: Sequence[Runner], bypassed: Sequence[str] = ()) -> Report:
         routes: Counter[str] = sum((r.routes for r in runners), Counter())
         reasons: Counter[str] = sum((r.reasons for r in runners), Counter())
         rows = [_signature(entry) for r in runners for entry in list(r.entries.values())]
@@ -55,7 +58,7 @@ class Report:
         counts = routes["capture"], routes["replay"], routes["eager"], dict(reasons.most_common())
         entries = [entry.shape for r in runners for entry in list(r.entries.values())]
         shapes = [shape for r in runners for shape in [*entries, *r.unseen_shapes] if shape is not None]
-        return cls(*counts, rows, memory, dict(unseen.most_common()), tuple(dict.fromkeys(shapes)))
+        return cls(*counts, rows, memory, dict(unseen.most_common()), list(bypassed), tuple(dict.fromkeys(shapes)))
 
     def to_dict(self) -> dict[str, Any]:
         found = asdict(self)
@@ -80,6 +83,7 @@ class Report:
             lines.append(
                 f"  {s.segments:>8} {s.breaks:>6} {s.replays:>7} {s.memory_bytes / _MIB:>7.1f}  {s.label}{state}"
             )
+        lines += [f"  {name} {_COMPILED_LATER}" for name in self.bypassed]
         lines += [f"  not recorded, {count} calls: {label}" for label, count in self.unseen.items()]
         return "\n".join(lines)
 
