@@ -46,7 +46,8 @@ class Report:
     def of(cls, runners: Sequence[Runner]) -> Report:
         routes: Counter[str] = sum((r.routes for r in runners), Counter())
         reasons: Counter[str] = sum((r.reasons for r in runners), Counter())
-        rows = [_signature(entry) for r in runners for entry in list(r.entries.values())]
+        entries = [entry for r in runners for entry in r.all_entries()]
+        rows = [_signature(entry) for entry in entries if entry.recording is not None or entry is entry.values.first]
         memory = sum(m.bytes() for m in {id(r.memory): r.memory for r in runners}.values())
         unseen: Counter[str] = sum((r.unseen for r in runners), Counter())
         counts = routes["capture"], routes["replay"], routes["eager"], dict(reasons.most_common())
