@@ -6,6 +6,8 @@ an `Entry` of its own, which `HostValues` holds together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diffgraph.capture import Recording
 from diffgraph.reasons import Reason
 
@@ -59,12 +61,13 @@ class HostValues:
 
     Which one fits shows only when it is tried, so the likeliest comes first: with two calls a step, their values alternate.
     A value that is another one each time must not cost more than it saves: after `MAX_VALUES` calls that no recording fitted,
-    the signature rests, for longer each time.
+    the modules that read it become breaks, and where that cannot be, or does not help, the signature rests, for longer each time.
     """
 
     def __init__(self, first: Entry) -> None:
         self.first = first
         self.entries = [first]  # the one used longest ago comes first
+        self.breaks: tuple[str, ...] = ()  # submodules that run eagerly, since what they read keeps changing
         self._latest = first
         self._misses = 0  # calls that no recording fitted, less those that one did
         self._rest = 0  # calls to run eager untried
@@ -88,6 +91,15 @@ class HostValues:
 
     def forgive(self) -> None:
         self._misses = self._rest = 0
+        self._rested = False
+
+    def widen(self, names: Sequence[str]) -> bool:
+        """Have these submodules run eagerly from now on; whether that is anything new."""
+        new = [name for name in names if name not in self.breaks]
+        self.breaks += tuple(new)
+        if new:
+            self.forgive()
+        return bool(new)
 
     def fitted(self, entry: Entry) -> None:
         self._latest.followed_by = entry

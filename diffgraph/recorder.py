@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import gc
 import operator
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -272,6 +274,8 @@ class Recorder(TorchDispatchMode):
             self.failure = error
             raise
         step.bind(spec, bindings)
+        if isinstance(fn, torch._ops.OpOverload) or any(isinstance(b, (HostValue, HostTensor)) for b in bindings):
+            step.reader = _reader()
         return unflatten(spec, leaves)
 
     @contextmanager
@@ -326,6 +330,20 @@ class Recorder(TorchDispatchMode):
                 else:
                     self._pending.append((buffer, bindings[i], result))
         return bindings, replaced
+
+
+def _reader() -> weakref.ref[torch.nn.Module] | None:
+    """The innermost module whose forward is running.
+
+    Found on the stack: hooks that follow the calls would be seen by other threads. Asking a frame for its variables keeps them
+    alive for as long as it runs, so no frame is asked but the one that is found.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(found := frame.f_locals.get("self"), torch.nn.Module):
+            return weakref.ref(found)
+        frame = frame.f_back
+    return None
 
 
 def _buffers_for(views: list[torch.Tensor]) -> list[torch.Tensor]:

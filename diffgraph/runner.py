@@ -148,14 +148,14 @@ class Runner:
                         self._drop(known)
             if entry.values.resting():
                 raise Refused(Reason.HOST_VALUE_CHANGED)
-            changed = None
+            changed: HostValueChanged | None = None
             for known in entry.values.recorded():
                 try:
                     return self._replay(module, known, call, args, kwargs)
                 except HostValueChanged as error:
-                    changed = str(error)  # not the error, whose frames would keep the inputs alive
+                    changed = error.with_traceback(None)  # whose frames would keep the inputs alive
             if changed is not None:
-                entry = self._entry_for_other_values(entry, changed)
+                entry = self._entry_for_other_values(module, entry, changed)
             if changed is not None or self._route(entry) is Route.CAPTURE:
                 return self._capture(module, entry, call, pool, args, kwargs)
         return self._warm_up(module, entry, call, pool, args, kwargs)
@@ -195,7 +195,7 @@ class Runner:
 
     def _drop_all(self, reason: Reason) -> None:
         for entry in self.all_entries():
-            self._drop(entry, lost=entry.lost if entry.recording is None else reason)
+            self._drop(entry, lost=reason if entry.recording is not None else entry.lost or entry.refused)
             entry.seen = 0
             if entry.refused is not Reason.VERIFY_FAILED:  # that one is for good
                 entry.refused = None
@@ -236,19 +236,24 @@ class Runner:
         wait = 1 if self._insisting else max(entry.wait, self._patience())
         return Route.CAPTURE if entry.seen >= wait else Route.EAGER
 
-    def _entry_for_other_values(self, entry: Entry, changed: str) -> Entry:
+    def _entry_for_other_values(self, module: torch.nn.Module, entry: Entry, changed: HostValueChanged) -> Entry:
         """Where to record a call whose host values no recording of its signature fits; raises `Refused` when it is not to be."""
-        values = entry.values
+        values, known = entry.values, entry.values.recorded()
         worth = values.missed()
         if not self._may_capture():
-            raise Refused(Reason.HOST_VALUE_CHANGED, changed)
-        if not worth:
-            for known in values.recorded():
-                if known.recent_replays == 0:
-                    self._drop(known, lost=Reason.HOST_VALUE_CHANGED)
+            raise Refused(Reason.HOST_VALUE_CHANGED, str(changed))
+        readers = [reader for e in known if e.recording for reader in e.recording.readers()]
+        if not worth and values.widen(_like(changed.reader, readers, module)):
+            worth = True
+            for recorded in known:
+                self._drop(recorded)
+        elif not worth:
+            for recorded in known:
+                if recorded.recent_replays == 0:
+                    self._drop(recorded, lost=Reason.HOST_VALUE_CHANGED)
         room = values.room() if worth else None
         if room is None:
-            raise Refused(Reason.HOST_VALUE_CHANGED, changed)
+            raise Refused(Reason.HOST_VALUE_CHANGED, str(changed))
         self._drop(room)
         return room
 
@@ -320,6 +325,7 @@ class Runner:
                 pool,
                 backend=self.options.backend,
                 breaks=self.options.breaks,
+                more_breaks=entry.values.breaks,
             )
         except torch.OutOfMemoryError:
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
@@ -529,6 +535,14 @@ def _undone(undo: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
+
+
+def _like(reader: torch.nn.Module | None, readers: list[torch.nn.Module], module: torch.nn.Module) -> list[str]:
+    """The names of the submodules that read on the host what `reader` does: those of its class. None for `module` itself."""
+    if reader is None:
+        return []
+    wanted = {id(found) for found in (reader, *readers) if type(found) is type(reader)}
+    return [name for name, submodule in module.named_modules() if name and id(submodule) in wanted]
 
 
 def _contents(leaves: list[Any]) -> list[Any]:

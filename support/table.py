@@ -14,11 +14,12 @@ TO_BE_FILLED = "to be filled"
 _HEAD = """# What replays
 
 Every transformer, U-Net and ControlNet class of diffusers {version}, in a tiny configuration with random weights: called with
-other inputs each time, each result compared with eager to the bit. Written by `make support`; `tests/test_support.py` runs it all and compares.
+other inputs each time, each result compared with eager to the bit.
+Written by `make support`; `tests/test_support.py` runs it all again and compares.
 
 {summary}
 
-- **breaks**: what runs eagerly between the recorded segments. On the CPU device, that is: on CUDA, copies between host and device too.
+- **breaks**: what runs eagerly between the recorded segments, on the CPU device. On CUDA, copies between host and device too.
 - **host reads**: values (or sizes, which depend on values) that Python sees during the forward. They are compared at each replay.
 - **prompt**: how many tokens its pipelines give; "masked": with an attention mask.
 - **buckets**: whether prompts of several lengths share a recording; "exact": each length has a recording of its own.

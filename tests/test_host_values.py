@@ -141,3 +141,62 @@ def test_restoring_leaves_nothing_of_any_of_them(module):
         call(module, *inputs(length))
     diffgraph.restore_pipeline(module)
     assert "_compiled_call_impl" not in vars(module)
+
+
+# -- values that keep changing
+
+
+class Routed(torch.nn.Module):
+    """As a mixture of experts: how many rows go where is read on the host, and is another number each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        chosen = (rows.sum(-1) * 10).long() % 3
+        order, counts = chosen.argsort(stable=True), chosen.bincount(minlength=3).tolist()
+        parts = [expert(part) for expert, part in zip(self.experts, rows[order].split(counts), strict=True)]
+        return torch.zeros_like(rows).index_copy(0, order, torch.cat(parts)).view_as(x)
+
+
+class Mixture(torch.nn.Module):
+    def __init__(self, layers=3):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(8, 8), Routed()) for _ in range(layers)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_modules_whose_reads_keep_changing_run_eagerly_and_the_rest_replays():
+    torch.manual_seed(0)
+    m = accelerated(Mixture())
+    xs = torch.randn(40, 2, 16, 8)
+    routes = [call(m, x) for x in xs]
+    assert set(routes[-30:]) == {"replay"} and routes.count("capture") <= MAX_VALUES + 1
+    (row,) = [s for s in diffgraph.report(m).signatures if s.captured]
+    assert row.breaks == 3  # one a layer, all at once
+    assert "forward" not in vars(m.layers[0][1])
+
+
+def test_a_module_that_hands_the_value_on_does_not_help_and_the_signature_rests():
+    class Length(torch.nn.Module):
+        def forward(self, x):
+            return int(x.sum())
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.length = torch.nn.Linear(4, 4), Length()
+
+        def forward(self, x):
+            return self.linear(x) * self.length(x)
+
+    m = accelerated(Scaled())
+    routes = [call(m, torch.full((2, 4), float(n))) for n in range(200)]
+    assert routes.count("capture") <= 16
+    assert routes[-50:].count("host_value_changed") >= 45

@@ -189,7 +189,7 @@ HIDREAM |= {
     "HiDreamImageTransformer2DModel",
     cfg=BATCHED,
     prompt="128",
-    note="Its experts read on the host how many tokens they get, which is another number at each call",
+    note="Its experts read on the host how many tokens they get, another number at each call: they run eagerly",
     **HIDREAM,
 )
 def hidream(draw):
