@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from diffgraph.tensors import tensors_in
 from support import table
 from support.__main__ import FILE
 from support.cases import Draw, all_cases, classes
@@ -52,3 +53,10 @@ def test_equal_seeds_draw_equal_inputs_on_every_device():
     first, second = Draw(3), Draw(3)
     assert first(2, 3).equal(second(2, 3)) and first.steps(4).equal(second.steps(4))
     assert not Draw(4)(2, 3).equal(Draw(3)(2, 3))
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_inputs_lie_on_the_device_that_is_asked_for(label):
+    """Or the gpu tests would see `cpu_input`."""
+    tensors = tensors_in(CASES[label].inputs(Draw(0, device="meta")))
+    assert tensors and {tensor.device.type for tensor in tensors} == {"meta"}
