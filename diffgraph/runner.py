@@ -272,7 +272,7 @@ class Runner:
         given = _contents(call.leaves)
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
-        after, spec = flatten((args, dict(sorted(kwargs.items()))))
+        after, spec = flatten((args, dict(sorted(kwargs.items()))), objects=True)
         changed_arguments = (
             spec != call.spec
             or any(a is not b for a, b in zip(after, call.leaves, strict=True))

@@ -2,7 +2,7 @@
 
 import torch
 
-from support.cases import BATCHED, EMBEDDED_OR_TWO, NO_GUIDANCE, TWO_CALLS, Cases, Draw
+from support.cases import BATCHED, EMBEDDED_OR_TWO, NO_GUIDANCE, TWO_CALLS, Cases, Draw, model
 
 case = Cases()
 
@@ -43,6 +43,34 @@ FLUX2 = {**SMALL, "attention_head_dim": 16, "joint_attention_dim": WIDTH, "axes_
 def flux2(draw):
     ids = {"img_ids": draw.grid(4, 4, 4)[None], "txt_ids": draw.grid(1, TEXT, 4)[None]}
     return {**joined(draw), **ids, "guidance": draw.unit(1) * 5}
+
+
+def flux2_cache(draw: Draw, tokens: int, layers: tuple[int, int] = (1, 1)):
+    """Keys and values of the reference pictures' tokens, as the first step leaves them."""
+    from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
+
+    cache = Flux2KVCache(*layers)
+    cache.num_ref_tokens = tokens
+    for layer in (*cache.double_block_caches, *cache.single_block_caches):
+        layer.store(draw(1, tokens, 2, 16), draw(1, tokens, 2, 16))
+    return cache
+
+
+def _klein() -> torch.nn.Module:
+    """With the attention processors that its pipeline sets."""
+    from diffusers.models.transformers import transformer_flux2
+
+    made = model("Flux2Transformer2DModel", **FLUX2)
+    for block in made.transformer_blocks:
+        block.attn.set_processor(transformer_flux2.Flux2KVAttnProcessor())
+    for block in made.single_transformer_blocks:
+        block.attn.set_processor(transformer_flux2.Flux2KVParallelSelfAttnProcessor())
+    return made
+
+
+@case("Flux2Transformer2DModel", "Klein's cache of reference pictures", cfg=NO_GUIDANCE, prompt="512", build=_klein)
+def flux2_cached(draw):
+    return {**flux2(draw), "kv_cache": flux2_cache(draw, 8), "kv_cache_mode": "cached"}
 
 
 FLUX3 = {"in_channels": 4, "cond_in_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2}
@@ -208,6 +236,16 @@ def qwen21(draw):
         "img_shapes": [[(1, 4, 4)]],
         "img_mask": slots.to(draw.device),
     }
+
+
+@case("QwenImage21Transformer2DModel", "prompt cached", cfg=TWO_CALLS, prompt="any", changes="prompt length", **QWEN21)
+def qwen21_cached(draw):
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+    cache = QwenImage21KVCache(2)
+    for layer in cache.layer_caches:
+        layer.store(draw(1, 6, 2, 16), draw(1, 6, 2, 16))
+    return {**qwen21(draw), "kv_cache": cache, "kv_cache_mode": "cached"}
 
 
 IDEOGRAM = {"in_channels": 16, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 4, "intermediate_size": 32}

@@ -69,27 +69,45 @@ ANIMATE2 = {"patch_size": (1, 2, 2), "text_len": 16, "in_dim": 36, "dim": 128, "
 ANIMATE2 |= {"out_dim": 16, "num_heads": 4, "num_layers": 2, "cross_attn_norm": True, "use_img_emb": True}
 
 
-@case(
-    "WanAnimate2Transformer3DModel",
-    cfg=NO_GUIDANCE,
-    prompt="512",
-    note="Keys and values come in an object of its own, whose state cannot be compared",
-    **ANIMATE2,
-)
-def wan_animate2(draw):
-    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
-
+def animate2(draw: Draw, frames: int, **given) -> dict:
     return {
-        "hidden_states": [draw(16, 2, 4, 4)],
+        "hidden_states": [draw(16, frames, 4, 4)],
         "timestep": draw.unit(1),
         "encoder_hidden_states": [draw(8, 32)],
-        "condition_latents": [draw(20, 2, 4, 4)],
+        "condition_latents": [draw(20, frames, 4, 4)],
         "encoder_hidden_states_image": draw(1, 4, 1280),
-        "kv_cache": WanAnimate2KVCache(2),
-        "kv_cache_mode": "extract",
-        "seq_len": 8,
-        "offset_grid_sizes": draw.const([[2, 2, 2]]),
+        "seq_len": 4 * frames,
+        **given,
     }
+
+
+def animate2_cache(draw: Draw, filled: bool):
+    """Keys and values of the two reference frames, for each of two layers."""
+    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
+    cache = WanAnimate2KVCache(2)
+    for layer in cache.layer_caches if filled else ():
+        layer.store(draw(1, 8, 4, 32), draw(1, 8, 4, 32))
+    return cache
+
+
+@case("WanAnimate2Transformer3DModel", cfg=NO_GUIDANCE, prompt="512", **ANIMATE2)
+def wan_animate2(draw):
+    grid = {"reference_grid_sizes": draw.const([[2, 2, 2]]), "origin_len": 5, "origin_area": [32, 32]}
+    return animate2(draw, 3, kv_cache=animate2_cache(draw, filled=True), kv_cache_mode="cached", **grid)
+
+
+@case(
+    "WanAnimate2Transformer3DModel",
+    "reference pass",
+    cfg=NO_GUIDANCE,
+    prompt="512",
+    note="Once a segment, it fills the caller's cache of keys and values, which a replay would not do",
+    **ANIMATE2,
+)
+def wan_animate2_reference(draw):
+    cache = animate2_cache(draw, filled=False)
+    return animate2(draw, 2, kv_cache=cache, kv_cache_mode="extract", offset_grid_sizes=draw.const([[2, 2, 2]]))
 
 
 @case("ChronoEditTransformer3DModel", cfg=TWO_CALLS, prompt="512", **NORMED, rope_temporal_skip_len=8)
