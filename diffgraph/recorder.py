@@ -26,7 +26,7 @@ from diffgraph.ambient import Ambient
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OptionTypeError
 from diffgraph.host_reads import host_reads_seen
-from diffgraph.recordable import on_host_alone, why_never_recordable, why_not_recordable, written_by
+from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in
 from diffgraph.tree import flatten, map_leaves, unflatten
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
             self.failure = error
             raise
         step.bind(spec, bindings)
-        if isinstance(fn, torch._ops.OpOverload) or any(isinstance(b, (HostValue, HostTensor)) for b in bindings):
+        if size_depends_on_data(fn) or any(isinstance(binding, (HostValue, HostTensor)) for binding in bindings):
             step.reader = _reader()
         return unflatten(spec, leaves)
 

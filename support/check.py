@@ -12,6 +12,7 @@ import torch
 import diffgraph
 from diffgraph.compare import same_bits
 from diffgraph.pipeline import _runners
+from diffgraph.recordable import size_depends_on_data
 from diffgraph.sequence import Break, HostTensor, HostValue
 from support.cases import Case, Draw
 
@@ -107,12 +108,8 @@ def _describe(module: torch.nn.Module, found: Found) -> None:
                     found.breaks[_name(step)] += 1
                     if any(isinstance(binding, (HostValue, HostTensor)) for binding in step.bindings):
                         found.host_reads[_name(step)] += 1
-                    elif _size_depends_on_data(step):
+                    elif size_depends_on_data(step.fn):
                         found.host_reads[f"{_name(step)}, its size"] += 1
-
-
-def _size_depends_on_data(step: Break) -> bool:
-    return isinstance(step.fn, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in step.fn.tags
 
 
 def _name(step: Break) -> str:

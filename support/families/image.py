@@ -174,6 +174,24 @@ def glm_image(draw):
     return {**latents(draw, batch=1, text=(12, 32)), **prior, **size}
 
 
+@case(
+    "GlmImageTransformer2DModel",
+    "edit: cached picture",
+    cfg=TWO_CALLS,
+    prompt="any",
+    changes="whether the prior tokens are dropped",
+    **GLM,
+)
+def glm_image_edit(draw):
+    from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+
+    caches = GlmImageKVCache(1)
+    for cache in caches.caches:
+        cache.k_caches, cache.v_caches = [draw(1, 16, 2, 8)], [draw(1, 16, 2, 8)]
+    caches.set_mode("read")
+    return {**glm_image(draw), "kv_caches": caches}
+
+
 HIDREAM = {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8}
 HIDREAM |= {"num_attention_heads": 4, "caption_channels": [8, 4], "text_emb_dim": 8, "axes_dims_rope": (4, 2, 2)}
 HIDREAM |= {

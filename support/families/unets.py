@@ -84,24 +84,24 @@ def ip_adapter_weights(unet: torch.nn.Module) -> dict:
     """Weights of an IP-Adapter for one picture of four tokens: of each cross-attention, and of the projection."""
     width = unet.config.cross_attention_dim
     draw = Draw(7)
-    cross = [attention for name, attention in unet.named_modules() if name.endswith("attn2")]
+    cross = [attention for name, attention in unet.named_modules() if name.endswith("attn2") and "motion" not in name]
     layers = {f"{2 * i + 1}.to_{kind}_ip.weight": draw(a.to_k.out_features, width) for i, a in enumerate(cross) for kind in "kv"}
     norm = {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
     return {"image_proj": {"proj.weight": draw(4 * width, width), "proj.bias": draw(4 * width), **norm}, "ip_adapter": layers}
 
 
-def _with_ip_adapter() -> torch.nn.Module:
-    made = model("UNet2DConditionModel", **UNET)
+def with_ip_adapter(cls: str = "UNet2DConditionModel", **config) -> torch.nn.Module:
+    made = model(cls, **(config or UNET))
     made._load_ip_adapter_weights([ip_adapter_weights(made)])
     return made.eval()
 
 
-@case("UNet2DConditionModel", "IP-Adapter", cfg=BATCHED, prompt="77", build=_with_ip_adapter)
+@case("UNet2DConditionModel", "IP-Adapter", cfg=BATCHED, prompt="77", build=with_ip_adapter)
 def unet_ip_adapter(draw):
     return {**sample(draw), "added_cond_kwargs": {"image_embeds": [draw(2, 1, 8)]}}
 
 
-@case("UNet2DConditionModel", "IP-Adapter with a mask", cfg=BATCHED, prompt="77", build=_with_ip_adapter)
+@case("UNet2DConditionModel", "IP-Adapter with a mask", cfg=BATCHED, prompt="77", build=with_ip_adapter)
 def unet_ip_adapter_masked(draw):
     mask = draw.mask([8] * 4 + [0] * 4, 8, draw.dtype).reshape(1, 1, 8, 8)
     return {**unet_ip_adapter(draw), "cross_attention_kwargs": {"ip_adapter_masks": [mask]}}
@@ -156,6 +156,11 @@ def clip(draw: Draw) -> dict:
 @case("UNetMotionModel", cfg=BATCHED, prompt="77", **MOTION)
 def unet_motion(draw):
     return clip(draw)
+
+
+@case("UNetMotionModel", "IP-Adapter", cfg=BATCHED, prompt="77", build=lambda: with_ip_adapter("UNetMotionModel", **MOTION))
+def unet_motion_ip_adapter(draw):
+    return {**clip(draw), "added_cond_kwargs": {"image_embeds": [draw(2, 1, 8)]}}
 
 
 def _with_adapter() -> torch.nn.Module:

@@ -306,6 +306,20 @@ def ltx2(draw):
     }
 
 
+@case(
+    "LTX2VideoTransformer3DModel",
+    "spatio-temporal guidance",
+    cfg="one batched call; some guidance: more calls",
+    prompt="1024, masked",
+    changes="whether all of the batch is perturbed",
+    **LTX2,
+    perturbed_attn=True,
+)
+def ltx2_perturbed(draw):
+    perturbed = {"spatio_temporal_guidance_blocks": [0], "perturbation_mask": draw.const(draw.pick([0.0, 0.0], [1.0, 0.0]))}
+    return {**ltx2(draw), **perturbed}
+
+
 @case("SanaWMLTX2RefinerTransformer3DModel", cfg=NO_GUIDANCE, prompt="1024, masked", **LTX2)
 def sana_wm_refiner(draw):
     return {
@@ -407,6 +421,31 @@ def hunyuan_video15(draw):
 )
 def hunyuan_video15_image(draw):
     return {**hunyuan_video15(draw), "image_embeds": draw(1, 3, 12)}
+
+
+@case(
+    "HunyuanVideo15Transformer3DModel",
+    "with and without a first frame",
+    cfg=TWO_CALLS,
+    prompt="1000 and 256, masked",
+    changes="whether there is a first frame",
+    **HUNYUAN15,
+)
+def hunyuan_video15_either(draw):
+    masks = {"encoder_attention_mask": draw.mask([6], 6), "encoder_attention_mask_2": draw.mask([3], 4)}
+    return {**hunyuan_video15(draw), **masks, "image_embeds": draw(1, 3, 12) * draw.pick(0, 1)}
+
+
+@case(
+    "HunyuanVideoTransformer3DModel",
+    "first frame beside the latents",
+    cfg=EMBEDDED_OR_TWO,
+    prompt="256, masked",
+    changes="prompt length",
+    **{**HUNYUAN, "in_channels": 9, "image_condition_type": "latent_concat", "guidance_embeds": False},
+)
+def hunyuan_video_concat(draw):
+    return hunyuan_inputs(draw, channels=9)
 
 
 # -- the others
