@@ -10,12 +10,13 @@ CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run bench test test-gpu lint types format clean
+.PHONY: help setup run bench test test-gpu support lint types format clean
 
 help:
 	@echo "make run       an embedded tiny pipeline, eager and accelerated, side by side"
 	@echo "make test      lint, types and tests, as CI does"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make support   try every denoiser of diffusers; writes SUPPORT.md"
 	@echo "make bench     one denoiser call a family and shape: eager, breakable, full"
 	@echo "make lint | types | format | clean"
 
@@ -40,6 +41,9 @@ test: lint types
 
 test-gpu: $(READY)
 	$(PY) -m pytest -q -m gpu $(ARGS)
+
+support: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m support $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

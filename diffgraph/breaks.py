@@ -25,14 +25,17 @@ from diffgraph.untraced import untraced
 
 
 @contextmanager
-def placed(module: torch.nn.Module, breaks: str | Sequence[str]) -> Iterator[None]:
-    """Inside, every chosen call is a break of the capture that the calling thread has open."""
+def placed(module: torch.nn.Module, breaks: str | Sequence[str], more: Sequence[str] = ()) -> Iterator[None]:
+    """Inside, every chosen call, and that of the submodules named by `more`, is a break of the capture that the calling thread
+    has open."""
     with RECORDING, ExitStack() as stack:
         if breaks in ("auto", "attention"):
             stack.enter_context(_attention())
         else:
             for name in breaks:
                 stack.enter_context(_attention() if name == "attention" else _named(module, name))
+        for name in more:
+            stack.enter_context(_named(module, name))
         yield
 
 

@@ -14,7 +14,7 @@ from diffgraph.devices import Pool
 from diffgraph.errors import CaptureError
 from diffgraph.padding import Padding
 from diffgraph.recorder import record
-from diffgraph.sequence import GraphSequence
+from diffgraph.sequence import Break, GraphSequence
 from diffgraph.signature import Call, is_constant
 from diffgraph.static_inputs import StaticInputs
 from diffgraph.tensors import describe, has_plain_memory
@@ -49,6 +49,11 @@ class Recording:
     @property
     def breaks(self) -> int:
         return self.sequence.breaks
+
+    def readers(self) -> list[torch.nn.Module]:
+        """The modules in whose forwards Python reads values, or sizes that depend on values."""
+        found = [step.reader() for step in self.sequence.steps if isinstance(step, Break) and step.reader is not None]
+        return [module for module in found if module is not None]
 
     def run(self, call: Call) -> Any:
         with self.pool.turn():
@@ -107,10 +112,18 @@ class EagerRecording(Recording):
 
 
 def capture(
-    module: torch.nn.Module, forward: Forward, call: Call, pool: Pool, *, backend: str, breaks: str | Sequence[str]
+    module: torch.nn.Module,
+    forward: Forward,
+    call: Call,
+    pool: Pool,
+    *,
+    backend: str,
+    breaks: str | Sequence[str],
+    more_breaks: Sequence[str] = (),
 ) -> tuple[Recording, Any]:
     """Record `forward` for this call. Returns the recording and the call's own result: a capture is a true forward.
 
+    `more_breaks` are names of submodules beside what `breaks` chooses, to run eagerly.
     Whatever the forward raises is passed on, with nothing of the attempt left.
     """
     with pool.turn():
@@ -126,7 +139,7 @@ def capture(
         weights = chain(module.parameters(), module.buffers())
         recording.padding = None if call.prompt is None else call.prompt.padding()
         with (
-            break_points.placed(module, () if whole else breaks),
+            break_points.placed(module, () if whole else breaks, () if whole else more_breaks),
             padded(module, call, recording.padding),
             record(sequence, weights=weights, inputs=inputs.tensors, whole=whole) as recorder,
         ):

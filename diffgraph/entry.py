@@ -1,6 +1,12 @@
-"""What is known of one signature, and when it is worth recording (again)."""
+"""What is known of one signature, and when it is worth recording (again).
+
+A signature has one recording, or a few that differ in what the host read while they were made (a prompt's length, say): each in
+an `Entry` of its own, which `HostValues` holds together.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from diffgraph.capture import Recording
 from diffgraph.reasons import Reason
@@ -9,13 +15,18 @@ from diffgraph.shapes import CaptureShape
 #: A recording dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
 PAYS_AFTER = 8
 FREE_TRIES = 4
+#: So many recordings of one signature may differ in what the host read.
+MAX_VALUES = 4
+MAX_REST = 1024
 
 
 class Entry:
     """What is known of one signature: how often it was seen, its recording, or why it has none."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, values: HostValues | None = None) -> None:
         self.label = label
+        self.values = values or HostValues(self)
+        self.followed_by: Entry | None = None  # the one of the same `values` that was replayed next, when last seen
         self.recording: Recording | None = None
         self.insistence = 0  # of the runner, when that was made
         self.met = 0  # and when it was last met inside `diffgraph.capture`
@@ -46,3 +57,80 @@ class Entry:
     def wait(self) -> int:
         """Eager calls to see before capturing: more where recordings do not last, or they would cost more than they save."""
         return 2 ** min(max(self.unpaid - FREE_TRIES, 0), 10)
+
+
+class HostValues:
+    """The recordings of one signature, told apart by what the host reads: one that reads something else cannot replay.
+
+    Which one fits shows only when it is tried, so the likeliest comes first: with two calls a step, their values alternate.
+    A value that is another one each time must not cost more than it saves: after `MAX_VALUES` calls that no recording fitted,
+    the modules that read it become breaks, and where that cannot be, or does not help, the signature rests, for longer each time.
+    """
+
+    def __init__(self, first: Entry) -> None:
+        self.first = first
+        self.entries = [first]  # the one used longest ago comes first
+        self.breaks: tuple[str, ...] = ()  # submodules that run eagerly, since what they read keeps changing
+        self._latest = first
+        self._misses = 0  # calls that no recording fitted, less those that one did
+        self._rest = 0  # calls to run eager untried
+        self._rested = False
+
+    def resting(self) -> bool:
+        """Whether this call is to run eager untried."""
+        if self._rest == 0:
+            return False
+        self._rest -= 1
+        return True
+
+    def recorded(self) -> list[Entry]:
+        """Those that can be tried, the likeliest first."""
+        known = [entry for entry in reversed(self.entries) if entry.recording is not None]
+        likeliest = self._latest.followed_by
+        if likeliest in known:
+            known.remove(likeliest)
+            known.insert(0, likeliest)
+        return known
+
+    def forgive(self) -> None:
+        self._misses = self._rest = 0
+        self._rested = False
+
+    def widen(self, names: Sequence[str]) -> bool:
+        """Have these submodules run eagerly from now on; whether that is anything new."""
+        new = [name for name in names if name not in self.breaks]
+        self.breaks += tuple(new)
+        if new:
+            self.forgive()
+        return bool(new)
+
+    def fitted(self, entry: Entry) -> None:
+        self._latest.followed_by = entry
+        self._latest = entry
+        self._misses = max(0, self._misses - 1)
+        self._note_use(entry)
+
+    def missed(self) -> bool:
+        """Note that none fitted this call; whether one may be recorded for it."""
+        self._misses += 1
+        if self._misses < MAX_VALUES or self._rested:
+            self._rested = False
+            return True
+        self._rest, self._rested = min(2 ** (self._misses - MAX_VALUES + 1), MAX_REST), True
+        return False
+
+    def room(self) -> Entry | None:
+        """Where a recording of other values can go: a free entry, a new one, or that of the one used longest ago."""
+        usable = [entry for entry in self.entries if entry.refused is None]
+        found = next((entry for entry in usable if entry.recording is None), None)
+        if found is None and len(self.entries) < MAX_VALUES:
+            found = Entry(f"{self.first.label} (host values {len(self.entries) + 1})", self)
+            self.entries.append(found)
+        found = found or next(iter(usable), None)
+        if found is not None:
+            self._note_use(found)
+        return found
+
+    def _note_use(self, entry: Entry) -> None:
+        if self.entries[-1] is not entry:  # a new list: others read the old one meanwhile
+            self.entries = [*(other for other in self.entries if other is not entry), entry]

@@ -1,5 +1,12 @@
 """The errors that diffgraph raises: one base to catch them all, and the built-in type that fits each."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
 
 class DiffgraphError(Exception):
     """Base of every error that diffgraph raises."""
@@ -43,3 +50,5 @@ class ReplayError(DiffgraphError, RuntimeError):
 
 class HostValueChanged(ReplayError):
     """A value that the host read, and that is baked into the recording, has changed."""
+
+    reader: torch.nn.Module | None = None  # whose forward read it

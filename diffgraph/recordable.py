@@ -55,6 +55,11 @@ def why_not_recordable(func: Any, args: tuple[Any, ...], leaves: list[Any], devi
     return None
 
 
+def size_depends_on_data(fn: Any) -> bool:
+    """Whether Python learns something of the data from the mere size of this op's result."""
+    return isinstance(fn, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in fn.tags
+
+
 def _kinds(leaves: list[Any]) -> set[str]:
     tensors = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return tensors | {leaf.type for leaf in leaves if isinstance(leaf, torch.device)}

@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import gc
 import operator
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -24,7 +26,7 @@ from diffgraph.ambient import Ambient
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OptionTypeError
 from diffgraph.host_reads import host_reads_seen
-from diffgraph.recordable import on_host_alone, why_never_recordable, why_not_recordable, written_by
+from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in
 from diffgraph.tree import flatten, map_leaves, unflatten
@@ -276,6 +278,8 @@ class Recorder(TorchDispatchMode):
             self.failure = error
             raise
         step.bind(spec, bindings)
+        if size_depends_on_data(fn) or any(isinstance(binding, (HostValue, HostTensor)) for binding in bindings):
+            step.reader = _reader()
         return unflatten(spec, leaves)
 
     @contextmanager
@@ -334,6 +338,20 @@ class Recorder(TorchDispatchMode):
 
 def _is_made_of_others(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
+
+
+def _reader() -> weakref.ref[torch.nn.Module] | None:
+    """The innermost module whose forward is running.
+
+    Found on the stack: hooks that follow the calls would be seen by other threads. Asking a frame for its variables keeps them
+    alive for as long as it runs, so no frame is asked but the one that is found.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(found := frame.f_locals.get("self"), torch.nn.Module):
+            return weakref.ref(found)
+        frame = frame.f_back
+    return None
 
 
 def _buffers_for(views: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from diffgraph.capture import Recording, capture, padded_forward
 from diffgraph.compare import close, same_bits
 from diffgraph.current import foreign_capture, open_recorder
 from diffgraph.devices import SUPPORTED, Pool
-from diffgraph.entry import FREE_TRIES, PAYS_AFTER, Entry
+from diffgraph.entry import PAYS_AFTER, Entry
 from diffgraph.errors import HostValueChanged
 from diffgraph.guards import Fingerprint
 from diffgraph.memory import Memory
@@ -127,7 +127,7 @@ class Runner:
             return self._forward(module)(*args, **kwargs)
         except torch.OutOfMemoryError:
             # Eager alone might have fitted: give back what is ours, and try once more.
-            if not any(entry.recording for entry in list(self.entries.values())):
+            if not any(entry.recording for entry in self.all_entries()):
                 raise
         self.release()
         torch.cuda.empty_cache()
@@ -166,16 +166,24 @@ class Runner:
                 raise
             if not entry.is_met and not self._insisting:
                 entry.is_met, entry.shape = True, asked_shape(call.prompt)
-            if self._insisting and entry.recording is not None and entry.insistence != self._insistence:
-                self._drop(entry)
             if self._insisting:
                 self.memory.asked_for += entry.met == 0
                 entry.met = self._insistence
+                for known in entry.values.recorded():
+                    if known.insistence != self._insistence:
+                        self._drop(known)
+            if entry.values.resting():
+                raise Refused(Reason.HOST_VALUE_CHANGED)
             visit = Visit(module, args, kwargs, call, entry, pool)
-            route = self._route(entry)
-            if route is Route.REPLAY:
-                return self._replay(visit)
-            if route is Route.CAPTURE:
+            changed: HostValueChanged | None = None
+            for known in entry.values.recorded():
+                try:
+                    return self._replay(visit._replace(entry=known))
+                except HostValueChanged as error:
+                    changed = error.with_traceback(None)  # whose frames would keep the inputs alive
+            if changed is not None:
+                visit = visit._replace(entry=self._entry_for_other_values(module, entry, changed))
+            if changed is not None or self._route(entry) is Route.CAPTURE:
                 return self._capture(visit)
         return self._warm_up(visit)
 
@@ -224,8 +232,8 @@ class Runner:
             self._refusal = self._refusal or Reason.UNSUPPORTED_INPUT
 
     def _drop_all(self, reason: Reason) -> None:
-        for entry in list(self.entries.values()):
-            self._drop(entry, lost=entry.lost if entry.recording is None else reason)
+        for entry in self.all_entries():
+            self._drop(entry, lost=reason if entry.recording is not None else entry.lost or entry.refused)
             entry.seen = 0
             if entry.refused is not Reason.VERIFY_FAILED:  # that one is for good
                 entry.refused = None
@@ -262,14 +270,33 @@ class Runner:
         return self.options.capture == "on_demand" or self._insisting
 
     def _route(self, entry: Entry) -> Route:
-        if entry.recording is not None:
-            return Route.REPLAY
         if entry.refused is not None:
             raise Refused(entry.refused)
         if not self._may_capture():
             raise Refused(entry.lost or Reason.UNSEEN_SIGNATURE)
         wait = 1 if self._insisting else max(entry.wait, self._patience())
         return Route.CAPTURE if entry.seen >= wait else Route.EAGER
+
+    def _entry_for_other_values(self, module: torch.nn.Module, entry: Entry, changed: HostValueChanged) -> Entry:
+        """Where to record a call whose host values no recording of its signature fits; raises `Refused` when it is not to be."""
+        values, known = entry.values, entry.values.recorded()
+        worth = values.missed()
+        if not self._may_capture():
+            raise Refused(Reason.HOST_VALUE_CHANGED, str(changed))
+        readers = [reader for e in known if e.recording for reader in e.recording.readers()]
+        if not worth and values.widen(_like(changed.reader, readers, module)):
+            worth = True
+            for recorded in known:
+                self._drop(recorded)
+        elif not worth:
+            for recorded in known:
+                if recorded.recent_replays == 0:
+                    self._drop(recorded, lost=Reason.HOST_VALUE_CHANGED)
+        room = values.room() if worth else None
+        if room is None:
+            raise Refused(Reason.HOST_VALUE_CHANGED, str(changed))
+        self._drop(room)
+        return room
 
     def _patience(self) -> int:
         """Eager calls that a new signature is to wait: more where most do not come again (a prompt length each time)."""
@@ -284,11 +311,11 @@ class Runner:
         self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
         fingerprint = self._fingerprint
         state = fingerprint.state_versions() if fingerprint is not None else []
-        before, spec = flatten((args, kwargs))
+        before, spec = flatten((args, kwargs), objects=True)
         given = _contents(before)
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
-        after, spec_after = flatten((args, kwargs))
+        after, spec_after = flatten((args, kwargs), objects=True)
         changed_arguments = (
             spec != spec_after
             or any(a is not b for a, b in zip(before, after, strict=True))
@@ -315,7 +342,7 @@ class Runner:
         if change is None:
             return False
         self._take_fingerprint(module)
-        for other in list(self.entries.values()):
+        for other in self.all_entries():
             if other.recording is None:
                 continue
             # Most likely a cache that fills: then nothing need be recorded again, only compared.
@@ -342,6 +369,7 @@ class Runner:
                 pool,
                 backend=self.options.backend,
                 breaks=self.options.breaks,
+                more_breaks=entry.values.breaks,
             )
         except torch.OutOfMemoryError:
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
@@ -365,7 +393,7 @@ class Runner:
             recording.inputs.copy_back(call.leaves)
             recording.release()
             self._drop(entry, refused=Reason.SIDE_EFFECTS)
-        elif self._changed_state(module, entry) or self.entries.get(call.signature) is not entry:
+        elif self._changed_state(module, entry) or self.entries.get(call.signature) is not entry.values.first:
             recording.release()
         elif recording.escaped:
             # The result is right, but a cache of the model now holds what a replay would overwrite. It is full: once more.
@@ -403,18 +431,14 @@ class Runner:
             # What an unfinished replay drew, eager draws again.
             with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext():
                 return recording.run(call)
-        except HostValueChanged as changed:
-            self._drop(entry, lost=Reason.HOST_VALUE_CHANGED)
-            entry.unpaid = max(entry.unpaid, FREE_TRIES + 1) if entry.unpaid else 0  # what changed so soon will again
-            raise Refused(Reason.HOST_VALUE_CHANGED, str(changed)) from None
+        except HostValueChanged:
+            raise  # another recording of this signature may fit
         except torch.OutOfMemoryError:
             self._drop(entry, lost=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
             self._drop(entry, refused=Reason.CAPTURE_FAILED)
-            warnings.warn(
-                f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5
-            )
+            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5)
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
 
     def _verify(self, visit: Visit, recording: Recording) -> Any:
@@ -478,6 +502,7 @@ class Runner:
 
     def _note_replay(self, entry: Entry, recording: Recording) -> None:
         self._changes = 0
+        entry.values.fitted(entry)
         self.memory.touch(entry, recording.pool)
         entry.replays += 1
         entry.recent_replays += 1
@@ -497,6 +522,10 @@ class Runner:
 
     # -- for the door and the report
 
+    def all_entries(self) -> list[Entry]:
+        """Of every signature, with each of those that differ in host values."""
+        return [entry for first in list(self.entries.values()) for entry in first.values.entries]
+
     def __bool__(self) -> bool:
         # peft takes a true `_compiled_call_impl` for torch.compile's and then refuses to prepare LoRA hot-swapping.
         return False
@@ -504,15 +533,16 @@ class Runner:
     def release(self) -> None:
         """Drop everything that is recorded, and all that is known. Takes no lock of ours while it waits for a pool's."""
         self._fingerprint = None
-        entries, self.entries, self._variants = self.entries, {}, Counter()
-        for entry in entries.values():
+        entries, self.entries, self._variants = self.all_entries(), {}, Counter()
+        for entry in entries:
             self._drop(entry)
 
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""
         self._changes = self._rest = 0
-        for entry in list(self.entries.values()):
+        for entry in self.all_entries():
             entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
+            entry.values.forgive()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -526,7 +556,7 @@ class Runner:
 
     def missing(self) -> list[Entry]:
         """What the latest `diffgraph.capture` has met and not recorded."""
-        return [e for e in self.entries.values() if e.met == self._insistence and e.recording is None]
+        return [e for e in self.entries.values() if e.met == self._insistence and not e.values.recorded()]
 
     @property
     def is_paused(self) -> bool:
@@ -576,6 +606,14 @@ def _undone(undo: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
+
+
+def _like(reader: torch.nn.Module | None, readers: list[torch.nn.Module], module: torch.nn.Module) -> list[str]:
+    """The names of the submodules that read on the host what `reader` does: those of its class. None for `module` itself."""
+    if reader is None:
+        return []
+    wanted = {id(found) for found in (reader, *readers) if type(found) is type(reader)}
+    return [name for name, submodule in module.named_modules() if name and id(submodule) in wanted]
 
 
 def _contents(leaves: list[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,7 @@ class Break:
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
+        self.reader: weakref.ref[torch.nn.Module] | None = None  # whose forward Python gets the result in, when it reads it
         self.ambient: Ambient | None = None  # where the forward had set it otherwise than the rest of the sequence
         self.spec: Spec = None
         self.bindings: list[Binding] = []
@@ -107,6 +109,13 @@ class Break:
         self.spec, self.bindings = spec, bindings
 
     def replay(self) -> None:
+        try:
+            self._replay()
+        except HostValueChanged as changed:
+            changed.reader = None if self.reader is None else self.reader()
+            raise
+
+    def _replay(self) -> None:
         if self.ambient is None:
             result = self.fn(*self.args, **self.kwargs)
         else:

@@ -72,7 +72,7 @@ class Call(NamedTuple):
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, prompt: Prompt | None = None) -> Call:
         """Raises `Refused` for what cannot be part of a signature, or does not lie on `device`."""
         try:
-            leaves, spec = flatten((args, dict(sorted(kwargs.items()))), MAX_LEAVES)
+            leaves, spec = flatten((args, dict(sorted(kwargs.items()))), MAX_LEAVES, objects=True)
         except (TooManyLeaves, RecursionError):  # a list that holds itself, say
             raise Refused(Reason.UNSUPPORTED_INPUT, f"more than {MAX_LEAVES} values in the arguments") from None
         first: dict[int, int] = {}

@@ -9,6 +9,7 @@ nearly this, but takes an unregistered dataclass for a leaf and cannot stop at a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -22,26 +23,28 @@ class TooManyLeaves(Exception):
     """The object has more leaves and containers than the limit that was given."""
 
 
-def flatten(obj: Any, limit: int | None = None) -> tuple[list[Any], Spec]:
-    """The leaves of `obj`, depth first, and its spec.
+def flatten(obj: Any, limit: int | None = None, *, objects: bool = False) -> tuple[list[Any], Spec]:
+    """The leaves of `obj`, depth first, and its spec. `objects`: take apart diffusers' own plain objects (key-value caches), too.
 
     Raises `TooManyLeaves` as soon as leaves and containers together are more than `limit`.
     """
     leaves: list[Any] = []
-    return leaves, _flatten(obj, leaves, None if limit is None else [limit])
+    return leaves, _flatten(obj, leaves, None if limit is None else [limit], objects)
 
 
-def _flatten(obj: Any, leaves: list[Any], room: list[int] | None) -> Spec:
+def _flatten(obj: Any, leaves: list[Any], room: list[int] | None, objects: bool) -> Spec:
     if room is not None:
         room[0] -= 1
         if room[0] < 0 or (type(obj) in _BUILT_IN and len(obj) > room[0]):
             raise TooManyLeaves
     parts = _parts(obj)
+    if parts is None and objects and _holds_all_in_attributes(type(obj)):
+        parts = type(obj), tuple(vars(obj)), vars(obj).values()
     if parts is None:
         leaves.append(obj)
         return LEAF
     kind, names, values = parts
-    return (kind, names, tuple([_flatten(value, leaves, room) for value in values]))
+    return (kind, names, tuple([_flatten(value, leaves, room, objects) for value in values]))
 
 
 def _parts(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
@@ -57,6 +60,14 @@ def _parts(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
         names = tuple(f.name for f in dataclasses.fields(kind) if hasattr(obj, f.name))
         return kind, names, [getattr(obj, name) for name in names]
     return None
+
+
+@functools.cache
+def _holds_all_in_attributes(kind: type) -> bool:
+    """Whether an object of this class is diffusers' and no more than its attributes, so that one with equal ones is as good."""
+    if kind.__module__.partition(".")[0] != "diffusers" or not kind.__dictoffset__ or kind.__new__ is not object.__new__:
+        return False
+    return not any("__call__" in vars(base) or "__slots__" in vars(base) for base in kind.__mro__[:-1])
 
 
 def unflatten(spec: Spec, leaves: list[Any]) -> Any:
@@ -79,6 +90,10 @@ def _unflatten(spec: Any, leaves: Any) -> Any:
         return kind(*values)
     if hasattr(kind, "n_sequence_fields"):
         return kind(values)
+    if not hasattr(kind, "__dataclass_fields__"):
+        made = object.__new__(kind)
+        vars(made).update(zip(names, values, strict=True))
+        return made
     return _make_dataclass(kind, dict(zip(names, values, strict=True)))
 
 

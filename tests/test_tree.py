@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2KVCache
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,3 +198,37 @@ def test_a_huge_object_is_given_up_early(huge):
     finally:
         sys.setprofile(before)
     assert calls < 10_000
+
+
+# -- diffusers' plain objects, where they are asked for
+
+
+def filled_cache():
+    cache = Flux2KVCache(1, 1)
+    cache.get_double(0).store(torch.ones(2), torch.zeros(2))
+    cache.num_ref_tokens = 2
+    return cache
+
+
+def test_a_cache_of_diffusers_is_a_container_where_objects_are_asked_for():
+    cache = filled_cache()
+    found, spec = flatten([cache], objects=True)
+    assert [leaf for leaf in found if isinstance(leaf, torch.Tensor)] == [*cache.get_double(0).get()]
+    (made,) = unflatten(spec, found)
+    assert type(made) is Flux2KVCache and made is not cache and made.num_ref_tokens == 2
+    assert made.get_double(0).get() == cache.get_double(0).get()
+    assert flatten([cache])[0] == [cache]
+
+
+def test_caches_that_differ_in_what_they_hold_have_other_specs_or_leaves():
+    empty = flatten(Flux2KVCache(1, 1), objects=True)
+    assert flatten(Flux2KVCache(2, 1), objects=True)[1] != empty[1]
+    assert flatten(filled_cache(), objects=True)[0] != empty[0]
+
+
+def test_what_does_more_than_hold_attributes_is_a_leaf():
+    class Thing:
+        pass
+
+    for leaf in (Thing(), Flux2AttnProcessor(), torch.Generator(), torch.nn.Linear(1, 1), Flux2KVCache):
+        assert flatten(leaf, objects=True)[0] == [leaf]
