@@ -44,7 +44,7 @@ class ComposedWeights:
         weights = self._weights()
         self._types = list(map(type, weights))
         self._opaque = [(i, w) for i, w in enumerate(weights) if w.layout != torch.strided]  # sparse: compared by identity
-        owned = [part for weight in weights for part in _parts(weight.__dict__, _DEPTH)]
+        owned = list({id(part): part for weight in weights for part in _parts(weight.__dict__, _DEPTH)}.values())
         plain = [part for part in owned if isinstance(part, torch.Tensor) and has_own_memory(part)]
         self._plain = list(map(weakref.ref, plain))
         self._addresses = addresses(plain)

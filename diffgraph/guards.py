@@ -1,14 +1,16 @@
 """Is what was recorded still true? State that a call's arguments do not show.
 
-`Fingerprint` lays out what a recording relies on so that comparing it costs little: addresses of parameters and buffers, the
-module tree, forward hooks, the classes (their methods and class attributes), and the plain attributes of modules and of the
-objects that they own (attention processors, hook registries), which hold LoRA scales, merged and disabled flags, IP-adapter
-scales, the attention backend and the training flag. Containers among the attributes are compared by content, and objects are
-followed, through containers and other objects, as deep as `_DEPTH`.
+`Fingerprint` lays out what a recording relies on so that comparing it costs little: addresses of parameters and buffers (of
+quantised ones, see `composed`) and of tensors among the attributes, the module tree, forward hooks, classes (their methods and
+class attributes), and the plain attributes of modules and of the objects that they own (attention processors, hook registries,
+the configuration), which hold LoRA scales, merged and disabled flags, IP-adapter scales, the attention backend and the training
+flag. Containers among the attributes are compared by content, and objects are followed, through containers and other objects, as
+deep as `_DEPTH`.
 
 Not compared, and told in the README: the settings of layers `_BY_THE_THOUSAND`, containers longer than `_CONTAINER_LIMIT`,
 objects without a `__dict__`, what functions and closures refer to, module globals, the contents of tensors (a graph reads them
-afresh) and of arrays, and whether a weight's memory is seen by another shape or stride than before.
+afresh) and of arrays, whether a weight's memory is seen by another shape or stride than before, and `requires_grad` of all
+weights but a sample.
 """
 
 from __future__ import annotations
@@ -125,7 +127,10 @@ class Fingerprint:
         deep = [i for i, is_flat in enumerate(flat) if not is_flat]
         self._deep = _Slots([self._containers[i] for i in deep])
         self._deep.then = [self._contents[i] for i in deep]
-        self._tensors = [t for table, key in named for t in _tensors_among(table[key], _DEPTH)]
+        among = {id(t): t for table, key in named for t in _tensors_among(table[key], _DEPTH)}
+        for part in self._composed.parts():  # a layer may hold them too
+            among.pop(id(part), None)
+        self._tensors = list(among.values())
         self._tensor_addresses = addresses(self._tensors)
         tables = [table for *_, table in readers if id(table) not in restless]
         self._watched = tables + [table[key] for (table, key), is_flat in zip(self._containers, flat, strict=True) if is_flat]
@@ -150,7 +155,8 @@ class Fingerprint:
         return map(getitem, self._weight_tables, self._weight_names)
 
     def _read_sample(self) -> list[bool]:
-        return [table[name].requires_grad for table, name in self._sample]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [table[name].requires_grad for table, name in self._sample]
 
     def _read_root(self) -> tuple[int, dict[str, Any]]:
         """How many attributes the root has, and its hooks: an empty hook registry, which diffusers makes when a pipeline's call
