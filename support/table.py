@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import diffusers
 
+from diffgraph.families import RULES
 from support.cases import Case, all_cases, classes
 from support.check import Found, check
 
@@ -66,7 +67,8 @@ def row(case: Case, found: Found) -> str:
 
 def buckets(case: Case) -> str:
     """No family has a rule yet."""
-    return "exact" if case.prompt.startswith("any") else ""
+    rule = RULES.get(case.cls)
+    return rule.about if rule is not None else "exact" if case.prompt.startswith("any") else ""
 
 
 def verdict(case: Case, found: Found) -> str:
