@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -120,10 +120,11 @@ def capture(
     backend: str,
     breaks: str | Sequence[str],
     more_breaks: Sequence[str] = (),
+    break_ops: Collection[Any] = (),
 ) -> tuple[Recording, Any]:
     """Record `forward` for this call. Returns the recording and the call's own result: a capture is a true forward.
 
-    `more_breaks` are names of submodules beside what `breaks` chooses, to run eagerly.
+    `more_breaks` are names of submodules, beside what `breaks` chooses, and `break_ops` ops to run eagerly.
     Whatever the forward raises is passed on, with nothing of the attempt left.
     """
     with pool.turn():
@@ -141,7 +142,7 @@ def capture(
         with (
             break_points.placed(module, () if whole else breaks, () if whole else more_breaks),
             padded(module, call, recording.padding),
-            record(sequence, weights=weights, inputs=inputs.tensors, whole=whole) as recorder,
+            record(sequence, weights=weights, inputs=inputs.tensors, whole=whole, break_ops=break_ops) as recorder,
         ):
             output = map_leaves(_settled, forward(*args, **kwargs))
             _check_outputs(output)

@@ -24,7 +24,7 @@ from diffgraph.compare import close, same_bits
 from diffgraph.current import foreign_capture, open_recorder
 from diffgraph.devices import SUPPORTED, Pool
 from diffgraph.entry import PAYS_AFTER, Entry
-from diffgraph.errors import HostValueChanged
+from diffgraph.errors import HostValueChanged, OpNotRecordable
 from diffgraph.guards import Fingerprint
 from diffgraph.memory import Memory
 from diffgraph.options import Options
@@ -97,6 +97,7 @@ class Runner:
         self._last_change = Reason.ATTRIBUTES_CHANGED
         self._changes = 0  # seen without a replay between them
         self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
+        self._break_ops: set[Any] = set()  # which failed to be recorded
         self._paused = 0
         self._paid = 0  # recordings that have
         self._thread = threading.local()
@@ -370,14 +371,19 @@ class Runner:
                 backend=self.options.backend,
                 breaks=self.options.breaks,
                 more_breaks=entry.values.breaks,
+                break_ops=self._break_ops,
             )
+        except OpNotRecordable as error:
+            if error.op in self._break_ops:
+                raise self._failed(entry, error) from error
+            self._break_ops.add(error.op)
+            logger.info("%s: %s is a break from now on", entry.label, error.op)
+            return self._capture(visit)
         except torch.OutOfMemoryError:
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
-            self._drop(entry, refused=Reason.CAPTURE_FAILED)
-            warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=4)
-            raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
+            raise self._failed(entry, error) from error
         if call.prompt is not None and call.prompt.is_padded:
             wrong = self._wrong_padding(visit, recording, output)
             if wrong is not None:
@@ -405,6 +411,11 @@ class Runner:
             if not self.memory.admit(entry, pool):
                 entry.refused = Reason.OUT_OF_MEMORY
         return output
+
+    def _failed(self, entry: Entry, error: Exception) -> Refused:
+        self._drop(entry, refused=Reason.CAPTURE_FAILED)
+        warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=5)
+        return Refused(Reason.CAPTURE_FAILED, str(error))
 
     def _wrong_padding(self, visit: Visit, recording: Recording, output: Any) -> Reason | None:
         """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
