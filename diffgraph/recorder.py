@@ -28,7 +28,7 @@ from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
-from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in
+from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
 from diffgraph.tree import flatten, map_leaves, unflatten
 from diffgraph.untraced import untraced
 
@@ -268,7 +268,9 @@ class Recorder(TorchDispatchMode):
         if all(reference.expired() for reference in self._born.values()):
             return False
         gc.collect()  # a reference cycle is no owner
-        return not all(reference.expired() for reference in self._born.values())
+        breaks = [step for step in self.sequence.steps if isinstance(step, Break)]
+        ours = {storage_of(t) for step in breaks for t in tensors_within((step.args, step.kwargs))}  # in a block mask, say
+        return not all(reference.expired() for key, reference in self._born.items() if key not in ours)
 
     # -- breaks
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +13,24 @@ from diffgraph.tree import flatten
 
 def tensors_in(obj: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(obj)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_within(obj: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Tensors that an object keeps alive, as far as its attributes, containers and closures lead: a block mask's, say."""
+    if isinstance(obj, torch.Tensor):
+        yield obj
+    elif depth > 0 and not isinstance(obj, (type, torch.nn.Module, ModuleType)):
+        inner: Iterable[Any] = ()
+        if isinstance(obj, dict):
+            inner = obj.values()
+        elif isinstance(obj, (list, tuple)):
+            inner = obj
+        elif isinstance(obj, FunctionType):
+            inner = [cell.cell_contents for cell in obj.__closure__ or () if cell != CellType()]
+        elif hasattr(obj, "__dict__"):
+            inner = vars(obj).values()
+        for item in inner:
+            yield from tensors_within(item, depth - 1)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
