@@ -21,6 +21,7 @@ from torch.utils._device import DeviceContext
 
 from diffgraph.capture import Recording, capture
 from diffgraph.compare import same_bits
+from diffgraph.containers import can_follow, same_containers
 from diffgraph.current import foreign_capture, open_recorder
 from diffgraph.devices import SUPPORTED, Pool
 from diffgraph.entry import PAYS_AFTER, Entry
@@ -33,7 +34,7 @@ from diffgraph.refusals import refusal
 from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused, Signature
 from diffgraph.tensors import tensors_in
-from diffgraph.tree import flatten
+from diffgraph.tree import containers, flatten, unflatten
 
 logger = logging.getLogger("diffgraph")
 
@@ -269,15 +270,14 @@ class Runner:
         self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
         fingerprint = self._fingerprint
         state = fingerprint.state_versions() if fingerprint is not None else []
-        given = _contents(call.leaves)
+        given, held = _contents(call.leaves), (containers(args), containers(kwargs))
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
         after, spec = flatten((args, dict(sorted(kwargs.items()))), objects=True)
-        changed_arguments = (
-            spec != call.spec
-            or any(a is not b for a, b in zip(after, call.leaves, strict=True))
-            or not same_bits(given, _contents(call.leaves))
-        )
+        changed_containers = spec != call.spec or any(a is not b for a, b in zip(after, call.leaves, strict=True))
+        followable = can_follow(call.spec, spec) and same_containers(held[0], containers(args))
+        followable = followable and same_containers(held[1], containers(kwargs))
+        changed_arguments = not followable or not same_bits(given, _contents(call.leaves))
         with pool.lock:
             if changed_arguments or not pool.replayable_rng(rng):
                 self._drop(entry, refused=Reason.SIDE_EFFECTS)
@@ -288,6 +288,8 @@ class Runner:
             else:
                 entry.seen += 1
         if self._insisting and entry.recording is None and entry.refused is None:
+            if changed_containers:
+                args, kwargs = unflatten(call.spec, call.leaves)  # as they were
             return self._recorded(module, args, kwargs)
         return output
 
@@ -335,6 +337,7 @@ class Runner:
             warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=4)
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
         self._count(Route.CAPTURE)
+        recording.follow(args, kwargs)
         if recording.unused_breaks:
             names = ", ".join(map(repr, recording.unused_breaks))
             text = f"diffgraph: breaks names {names}, which the forward never called (under that name): recorded without a break"
@@ -362,6 +365,7 @@ class Runner:
         if not entry.trusted and self.options.verify:
             return self._verify(module, entry, recording, call, args, kwargs)
         output = self._run(entry, recording, call)
+        recording.follow(args, kwargs)
         self._note_replay(entry, recording)
         return output
 
@@ -390,7 +394,8 @@ class Runner:
         if rng is not None:
             pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
-        reason = self._distrust(module, entry, recording, call, same_bits(replayed, output), replay_ms, eager_ms)
+        same = same_bits(replayed, output) and recording.did(args, kwargs)
+        reason = self._distrust(module, entry, recording, call, same, replay_ms, eager_ms)
         if reason is None:
             entry.trusted, entry.doubted = True, False
             self._note_replay(entry, recording)
@@ -435,6 +440,7 @@ class Runner:
             if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms or recording.draws:
                 return False
             _, again = recording.pool.timed(lambda: recording.run(call.leaves))
+            recording.left = None
             replay_ms = replay_ms if again is None else min(replay_ms, again)
         return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms
 

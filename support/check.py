@@ -90,6 +90,8 @@ def _call(module: torch.nn.Module, case: Case, draw: Draw) -> tuple[str, Any]:
     (route,) = (+routes).elements()
     if not same_bits(output, wanted):
         raise Wrong(f"{case.label}: {route} gave other bits than eager")
+    if not same_bits(kwargs, again):
+        raise Wrong(f"{case.label}: {route} left other inputs than eager")
     return route, wanted
 
 

@@ -102,7 +102,7 @@ def wan_animate2(draw):
     "reference pass",
     cfg=NO_GUIDANCE,
     prompt="512",
-    note="Once a segment, it fills the caller's cache of keys and values, which a replay would not do",
+    note="Once a segment, it fills the caller's cache of keys and values: so does a replay",
     **ANIMATE2,
 )
 def wan_animate2_reference(draw):
