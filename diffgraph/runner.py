@@ -383,7 +383,9 @@ class Runner:
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
             self._drop(entry, refused=Reason.CAPTURE_FAILED)
-            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5)
+            warnings.warn(
+                f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5
+            )
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
 
     def _verify(self, module: Any, entry: Entry, recording: Recording, call: Call, args: Any, kwargs: Any) -> Any:
