@@ -74,7 +74,7 @@ class Case:
 
     def _visit(self, row: Row, times: tuple[list[float], list[float]]) -> None:
         """Accelerate (a fresh pool), capture, time, restore."""
-        diffgraph.accelerate_pipeline(self.pipe, backend=row["mode"], verify=False)
+        diffgraph.accelerate_pipeline(self.pipe, backend=row["mode"], verify=False, prompt_buckets=None)
         try:
             capture_s = capture_seconds(self.pipe, self.call)
             report = diffgraph.report(self.pipe)

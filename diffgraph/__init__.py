@@ -19,7 +19,7 @@ from diffgraph.recorder import breakable_graph, eager_on_graph
 from diffgraph.report import Report, SignatureReport
 from diffgraph.runner import CaptureWarning
 from diffgraph.sequence import GraphSequence
-from diffgraph.shapes import CaptureShape
+from diffgraph.shapes import CaptureShape, save_shapes
 
 __version__ = "0.1.0"
 
@@ -49,4 +49,5 @@ __all__ = [
     "paused",
     "report",
     "restore_pipeline",
+    "save_shapes",
 ]

@@ -18,7 +18,10 @@ import torch
 
 from diffgraph.current import RECORDING, open_recorder
 from diffgraph.errors import OptionError
+from diffgraph.padding import current as padding_now
+from diffgraph.padding import left_out, without_padding
 from diffgraph.sequence import Break, GraphSequence
+from diffgraph.untraced import untraced
 
 
 @contextmanager
@@ -52,20 +55,29 @@ def unused(breaks: str | Sequence[str], sequence: GraphSequence) -> list[str]:
     return [name for name in breaks if name not in called]
 
 
-def _break(name: str, live: Callable[[], Callable[..., Any]], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A stand-in for `original`: a break while this thread records, plain otherwise. `live` finds the function at replay."""
+def _break(
+    name: str, live: Callable[[], Callable[..., Any]], original: Callable[..., Any], rows: int | None
+) -> Callable[..., Any]:
+    """A stand-in for `original`: a break while this thread records, plain otherwise. `live` finds the function at replay.
+
+    `rows`: the dimension along which padded rows of a prompt are to be left out, if any are.
+    """
 
     def at_replay(*args: Any, **kwargs: Any) -> Any:
         return live()(*args, **kwargs)
 
     @functools.wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        recorder = open_recorder()
-        if recorder is None or recorder.in_break:
-            return original(*args, **kwargs)
-        return recorder.run_break(name, at_replay, args, kwargs)
+        recorder, padding = open_recorder(), padding_now()
+        if recorder is not None and not recorder.in_break:
+            fn = at_replay if padding is None or rows is None else without_padding(at_replay, padding, rows)
+            return recorder.run_break(name, fn, args, kwargs)
+        if recorder is None and padding is not None and rows is not None:
+            with left_out(None):  # one door leads to the other
+                return without_padding(original, padding, rows)(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    return stand_in
+    return untraced(stand_in)
 
 
 @contextmanager
@@ -78,11 +90,11 @@ def _attention() -> Iterator[None]:
     with ExitStack() as stack:
         functional = torch.nn.functional
         sdpa = "scaled_dot_product_attention"
-        stack.enter_context(_replaced(functional.__dict__, sdpa, "attention", lambda: getattr(functional, sdpa)))
+        stack.enter_context(_replaced(functional.__dict__, sdpa, "attention", lambda: getattr(functional, sdpa), rows=-2))
         registry = _registry()
         for backend in list(registry):
             name = f"attention ({getattr(backend, 'value', backend)})"
-            stack.enter_context(_replaced(registry, backend, name, partial(registry.__getitem__, backend)))
+            stack.enter_context(_replaced(registry, backend, name, partial(registry.__getitem__, backend), rows=1))
         yield
 
 
@@ -117,10 +129,12 @@ def _resolve(module: torch.nn.Module, name: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _replaced(where: dict[Any, Any], key: Any, name: str, live: Callable[[], Callable[..., Any]]) -> Iterator[None]:
+def _replaced(
+    where: dict[Any, Any], key: Any, name: str, live: Callable[[], Callable[..., Any]], rows: int | None = None
+) -> Iterator[None]:
     absent = key not in where  # a method of the class, reached through the instance
     found = live()
-    where[key] = _break(name, live, found)
+    where[key] = _break(name, live, found, rows)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from diffgraph.compare import same_bits
 from diffgraph.containers import follow
 from diffgraph.devices import Pool
 from diffgraph.errors import CaptureError
+from diffgraph.padding import Padding
 from diffgraph.recorder import record
 from diffgraph.sequence import Break, GraphSequence
 from diffgraph.signature import Call, is_constant
@@ -34,6 +36,7 @@ class Recording:
         self.unused_breaks: list[str] = []  # names given to `breaks` that the forward never called
         self.left: list[Any] | None = None  # by the last run, in the caller's containers, where the forward changes them
         self.left_spec: Spec = None
+        self.padding: Padding | None = None  # of its prompts
         self.escaped = False  # something outside still holds memory that the next replay overwrites
         self._spec: Spec = None
         self._leaves: list[Any] = []
@@ -56,11 +59,13 @@ class Recording:
         found = [step.reader() for step in self.sequence.steps if isinstance(step, Break) and step.reader is not None]
         return [module for module in found if module is not None]
 
-    def run(self, leaves: list[Any]) -> Any:
+    def run(self, call: Call) -> Any:
         with self.pool.turn():
-            self.inputs.copy_from(leaves)
+            self.inputs.copy_from(call.leaves)
+            if self.padding is not None and call.prompt is not None:
+                self.padding.lengths = call.prompt.lengths
             self.sequence.replay()
-            return self.outputs(leaves)
+            return self.outputs(call.leaves)
 
     def outputs(self, given: list[Any]) -> Any:
         """Clones, in the forward's own containers: the next replay must not overwrite what this one returned."""
@@ -121,13 +126,13 @@ class EagerRecording(Recording):
         super().__init__(inputs, sequence)
         self._forward = forward
 
-    def run(self, leaves: list[Any]) -> Any:
+    def run(self, call: Call) -> Any:
         with self.pool.turn():
-            self.inputs.copy_from(leaves)
+            self.inputs.copy_from(call.leaves)
             args, kwargs = self.inputs.call()
             output = self._forward(*args, **kwargs)
             self._set_outputs(output, self.inputs.changed(args, kwargs), lambda _: False)
-            return self.outputs(leaves)
+            return self.outputs(call.leaves)
 
 
 def capture(
@@ -150,14 +155,16 @@ def capture(
         sequence = GraphSequence(pool)
         if backend == "eager":
             made = EagerRecording(inputs, sequence, forward)
-            return made, made.run(call.leaves)
+            return made, made.run(call)
         recording = Recording(inputs, sequence)
         rng = pool.rng_state()
         whole = backend == "full"
         args, kwargs = inputs.call()
         weights = chain(module.parameters(), module.buffers())
+        recording.padding = None if call.prompt is None else call.prompt.padding()
         with (
             break_points.placed(module, () if whole else breaks, () if whole else more_breaks),
+            padded(module, call, recording.padding),
             record(sequence, weights=weights, inputs=inputs.tensors, whole=whole) as recorder,
         ):
             output = map_leaves(_settled, forward(*args, **kwargs))
@@ -171,6 +178,19 @@ def capture(
         del output, args, kwargs, changed
         recording.escaped = recorder.escaped()
         return recording, result
+
+
+def padded(module: torch.nn.Module, call: Call, padding: Padding | None) -> AbstractContextManager[Any]:
+    """Inside, a forward of this thread on the call's own arguments takes the padded rows of its prompts for what they are."""
+    return nullcontext() if call.prompt is None or padding is None else call.prompt.rule.placed(module, padding)
+
+
+def padded_forward(module: torch.nn.Module, forward: Forward, call: Call) -> Any:
+    """The forward that a recording of this call is of, unrecorded: the same ops on the same shapes."""
+    assert call.prompt is not None
+    args, kwargs = unflatten(call.spec, call.leaves)
+    with break_points.placed(module, "attention"), padded(module, call, call.prompt.padding()):
+        return forward(*args, **kwargs)
 
 
 def _settled(leaf: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from diffgraph.capture import Recording
 from diffgraph.reasons import Reason
+from diffgraph.shapes import CaptureShape
 
 #: A recording dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
 PAYS_AFTER = 8
@@ -39,6 +40,8 @@ class Entry:
         self.refused: Reason | None = None  # for good, or until `diffgraph.capture`
         self.lost: Reason | None = None  # why the last recording was dropped
         self.escapes = 0
+        self.is_met = False  # by a call that nobody made in order to record
+        self.shape: CaptureShape | None = None  # of the pipeline call that it was met in
 
     def evict(self) -> None:
         """Give up the recording and its memory."""

@@ -1,21 +1,23 @@
 """Is what was recorded still true? State that a call's arguments do not show.
 
-`Fingerprint` lays out what a recording relies on so that comparing it costs little: addresses of parameters and buffers, the
-module tree, forward hooks, the classes (their methods and class attributes), and the plain attributes of modules and of the
-objects that they own (attention processors, hook registries), which hold LoRA scales, merged and disabled flags, IP-adapter
-scales, the attention backend and the training flag. Containers among the attributes are compared by content, and objects are
-followed, through containers and other objects, as deep as `_DEPTH`.
+`Fingerprint` lays out what a recording relies on so that comparing it costs little: addresses of parameters and buffers (of
+quantised ones, see `composed`) and of tensors among the attributes, the module tree, forward hooks, classes (their methods and
+class attributes), and the plain attributes of modules and of the objects that they own (attention processors, hook registries,
+the configuration), which hold LoRA scales, merged and disabled flags, IP-adapter scales, the attention backend and the training
+flag. Containers among the attributes are compared by content, and objects are followed, through containers and other objects, as
+deep as `_DEPTH`.
 
 Not compared, and told in the README: the settings of layers `_BY_THE_THOUSAND`, containers longer than `_CONTAINER_LIMIT`,
 objects without a `__dict__`, what functions and closures refer to, module globals, the contents of tensors (a graph reads them
-afresh) and of arrays, and whether a weight's memory is seen by another shape or stride than before.
+afresh) and of arrays, whether a weight's memory is seen by another shape or stride than before, and `requires_grad` of all
+weights but a sample.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -26,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from diffgraph.composed import ComposedWeights, addresses, has_own_memory
 from diffgraph.reasons import Reason
 from diffgraph.refusals import global_hook_tables, random_or_stateful
 from diffgraph.writes import Writes
@@ -35,6 +38,7 @@ _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 _VOLATILE = frozenset({"_child_registries_cache", "_compiled_call_impl", "_module_ref"})
 _CONTAINER_LIMIT = 256  # a longer list is compared by identity, to bound the cost of a call
 _CONTAINER_TYPES = frozenset({list, tuple, set, dict, OrderedDict, defaultdict, deque})
+_ONE_IN = 16  # weights is asked whether it wants gradients, which decides how a matrix product is computed; asking all is dear
 _DEPTH = 4  # of containers and objects below a module's attributes
 _HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)  # without a forward
 #: Layers that a large model has by the thousand. Their settings (`eps`, `negative_slope`) are not compared, as a call would cost
@@ -50,14 +54,13 @@ _BY_THE_THOUSAND = (
 )
 # A layer's record of its own weights' shapes; of a LoRA's, of what its `scaling` was computed from
 _UNREAD = frozenset({"in_features", "out_features", "in_channels", "out_channels", "num_embeddings", "embedding_dim"})
-_UNREAD_BY_PEFT = frozenset({"in_features", "out_features", "r", "lora_alpha", "kwargs", "is_target_conv_1d_layer"})
+_UNREAD_BY_PEFT = _UNREAD | {"r", "lora_alpha", "use_dora", "use_rslora", "lora_bias", "kwargs", "is_target_conv_1d_layer"}
 _ATOMS = (str, int, float, type(None), torch.Tensor, torch.nn.Module, torch.dtype)
 _PEFT = "peft."
 _HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward", "_diffusers_hook", "forward", "hooks")
 _REGISTRY = "_diffusers_hook"
 _BASES = frozenset({object, torch.nn.Module})
 _HEAP_TYPE = 1 << 9  # of `__flags__`: a class written in Python, so one that can be changed
-_TENSOR_PTR: Callable[[Any], int] = torch.Tensor.data_ptr
 
 Table = dict[str, Any]
 
@@ -83,45 +86,58 @@ class Fingerprint:
         self._hooks = list(map(len, self._hook_tables))
         self._had_hooks = any(self._hooks)
 
-        weights, own = self._stateful, self._must_be_empty
-        self._writes = Writes([*self._children.tables, *weights, *own, *self._watched, *self._sized])
+        absent = [table for table, _ in self._absent]
+        sized = [*self._must_be_empty, *self._stateful, *self._sized]
+        self._writes = Writes([*self._children.tables, *absent, *self._watched], sized)
         self._written: Any = None  # their count when all was last seen to be as it was, and the very same
 
     def _note_weights(self, modules: list[torch.nn.Module]) -> None:
         self._children = _Values([m._modules for m in modules if m._modules])
         self._stateful = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        self._stateful_sizes = list(map(len, self._stateful))
         slots = [(d, name) for d in self._stateful for name in d]
-        self._plain = [(d, name) for d, name in slots if _is_plain(d[name])]
         self._absent = [(d, name) for d, name in slots if d[name] is None]
-        self._composed = [(d, name) for d, name in slots if d[name] is not None and not _is_plain(d[name])]  # quantised
-        self._weights = [weakref.ref(d[name]) for d, name in self._plain]
-        self._addresses = self._read_addresses()
-        self._composed_addresses = self._read_composed()
+        present: list[tuple[dict[str, Any], str]] = [(d, name) for d, name in slots if d[name] is not None]
+        own_memory = [(d, name) for d, name in present if has_own_memory(d[name])]
+        self._weight_tables = [d for d, _ in own_memory]
+        self._weight_names = [name for _, name in own_memory]
+        self._addresses = addresses(self._weights())
+        self._sample = present[::_ONE_IN]
+        self._ask_for_gradients = self._read_sample()
+        others = [(d, name) for d, name in present if not _is_plain(d[name])]
+        self._composed = ComposedWeights(others)
         # What is not torch's or diffusers' own may look for what it had none of.
-        own = [m for m in modules if not type(m).__module__.startswith(("torch.", "diffusers.")) or isinstance(m, _HOLDERS)]
-        self._must_be_empty = [d for m in own for d in (m._parameters, m._buffers, m._modules) if not d]
+        lists = (*_HOLDERS, torch.nn.Sequential)
+        own = [m for m in modules if not type(m).__module__.startswith(("torch.", "diffusers.")) or isinstance(m, lists)]
+        self._must_be_empty = [d for m in own for d in _own_tables(m) if not d]
 
     def _note_attributes(self, modules: list[torch.nn.Module], root: torch.nn.Module) -> None:
         readers = list(_readers(modules, root))
         # Written at every call, though nothing that matters changes: these are read, not watched.
-        restless = {id(table) for _, _, table in readers if table is self._root_table or not _VOLATILE.isdisjoint(table)}
-        self._whole = _Values([table for _, keys, table in readers if keys is None])
-        single = [(table, key) for _, keys, table in readers if keys is not None for key in keys]
+        restless = {id(table) for *_, table in readers if table is self._root_table or not _VOLATILE.isdisjoint(table)}
+        self._whole = _Values([table for _, _, whole, table in readers if whole])
+        single = [(table, key) for _, keys, whole, table in readers if not whole for key in keys]
         self._single = _Slots([(table, key) for table, key in single if id(table) not in restless])
         self._restless = _Slots([(table, key) for table, key in single if id(table) in restless])
-        self._owners = {id(table): type(owner) for owner, _, table in readers}
-        named = [(table, key) for _, keys, table in readers for key in (table if keys is None else keys)]
-        self._containers = [(t, k) for t, k in named if type(t[k]) in _CONTAINER_TYPES and k not in _MODULE_INTERNALS]
+        self._owners = {id(table): type(owner) for owner, *_, table in readers}
+        named = [(table, key) for _, keys, _, table in readers for key in keys]
+        self._containers = [(t, k) for t, k in named if type(t[k]) in _CONTAINER_TYPES]
         self._contents = [_copy(table[key], _DEPTH) for table, key in self._containers]
         flat = [_is_flat(table[key]) and id(table) not in restless for table, key in self._containers]
-        pairs = list(zip(self._containers, self._contents, strict=True))
-        self._deep = [pair for pair, is_flat in zip(pairs, flat, strict=True) if not is_flat]
-        tables = [table for _, _, table in readers if id(table) not in restless]
+        deep = [i for i, is_flat in enumerate(flat) if not is_flat]
+        self._deep = _Slots([self._containers[i] for i in deep])
+        self._deep.then = [self._contents[i] for i in deep]
+        among = {id(t): t for table, key in named for t in _tensors_among(table[key], _DEPTH)}
+        for part in self._composed.parts():  # a layer may hold them too
+            among.pop(id(part), None)
+        self._tensors = list(among.values())
+        self._tensor_addresses = addresses(self._tensors)
+        tables = [table for *_, table in readers if id(table) not in restless]
         self._watched = tables + [table[key] for (table, key), is_flat in zip(self._containers, flat, strict=True) if is_flat]
         # An attribute more is seen by its table's size, where the table is not read whole.
         whole = set(map(id, self._whole.tables))
         called = [m.__dict__ for m in modules if not isinstance(m, _HOLDERS)]
-        owned = [table for owner, _, table in readers if not isinstance(owner, torch.nn.Module)]
+        owned = [table for owner, *_, table in readers if not isinstance(owner, torch.nn.Module)]
         self._sized = [t for t in (*called, *owned) if id(t) not in whole and t is not self._root_table]
         self._owners |= {id(m.__dict__): type(m) for m in modules}
         self._sizes = self._read_sizes()
@@ -134,12 +150,13 @@ class Fingerprint:
         self._class_tables = [vars(c) for c in classes if c.__flags__ & _HEAP_TYPE]
         self._class_attributes = self._read_class_attributes()
 
-    def _read_addresses(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # every parameter is asked for an override else
-            return list(map(_TENSOR_PTR, [weight() for weight in self._weights]))
+    def _weights(self) -> Iterable[Any]:
+        """Looked up each time: a reference would keep a replaced weight's memory, and a weak one breaks `swap_tensors`."""
+        return map(getitem, self._weight_tables, self._weight_names)
 
-    def _read_composed(self) -> list[Any]:
-        return [_address(d[name]) for d, name in self._composed]
+    def _read_sample(self) -> list[bool]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [table[name].requires_grad for table, name in self._sample]
 
     def _read_root(self) -> tuple[int, dict[str, Any]]:
         """How many attributes the root has, and its hooks: an empty hook registry, which diffusers makes when a pipeline's call
@@ -169,9 +186,7 @@ class Fingerprint:
 
     def state_versions(self) -> list[int]:
         """How often the contents of each weight, and of each tensor among the attributes, were written."""
-        weights = chain.from_iterable(map(dict.values, self._stateful))
-        attributes = chain(self._whole.then, self._single.then, self._restless.then)
-        tensors = [t for t in chain(weights, attributes) if isinstance(t, torch.Tensor)]
+        tensors = chain(self._weights(), self._composed.parts(), self._tensors)
         return [t._version for t in tensors if not t.is_inference()]
 
     def change(self) -> Reason | None:
@@ -181,7 +196,9 @@ class Fingerprint:
             if count != self._written:
                 written = self._written_change()
                 if written is not None:
-                    return written
+                    # Who quantises weights in place may leave a mark on their module too.
+                    other = written is Reason.ATTRIBUTES_CHANGED and self._weights_moved()
+                    return Reason.WEIGHTS_CHANGED if other else written
                 # Another object may be equal now, but watched it is not.
                 same = self._children.are_the_same() and self._whole.are_the_same() and self._single.are_the_same()
                 self._written = count if same else None
@@ -193,11 +210,7 @@ class Fingerprint:
         """A change in what is watched."""
         if self._children.changed():
             return self._tree_change()
-        try:
-            if any(d[name] is not None for d, name in self._absent):
-                return Reason.WEIGHTS_CHANGED
-            self._weights = [weakref.ref(d[name]) for d, name in self._plain]
-        except (TypeError, KeyError):  # None where a weight was, or a name is gone
+        if any(d.get(name) is not None for d, name in self._absent):
             return Reason.WEIGHTS_CHANGED
         if any(self._must_be_empty):
             return self._filled_change()
@@ -205,6 +218,8 @@ class Fingerprint:
             return self._attribute_change()
         if [table[key] for table, key in self._containers] != self._contents:
             return self._container_change()
+        if list(map(len, self._stateful)) != self._stateful_sizes:
+            return Reason.WEIGHTS_CHANGED
         return self._size_change() if self._read_sizes() != self._sizes else None
 
     def _other_change(self) -> Reason | None:
@@ -215,8 +230,10 @@ class Fingerprint:
             return Reason.HOOKS_CHANGED
         if self._restless.changed():
             return self._attribute_change()
-        if any(table[key] != content for (table, key), content in self._deep):
+        if self._deep.changed():
             return self._container_change()
+        if addresses(self._tensors) != self._tensor_addresses:
+            return Reason.ATTRIBUTES_CHANGED
         if self._read_root() != self._root_then:
             return self._root_change()
         if self._read_types() != self._types or self._read_class_attributes() != self._class_attributes:
@@ -225,8 +242,9 @@ class Fingerprint:
 
     def _weights_moved(self) -> bool:
         try:
-            return self._read_addresses() != self._addresses or self._read_composed() != self._composed_addresses
-        except (TypeError, RuntimeError):  # another kind of tensor
+            moved = addresses(self._weights()) != self._addresses or self._composed.moved()
+            return moved or self._read_sample() != self._ask_for_gradients
+        except (KeyError, TypeError, AttributeError, RuntimeError):  # it is gone, or another kind of tensor
             return True
 
     # -- which kind of change (slow; only once something differs)
@@ -337,8 +355,8 @@ def _kind_of_change(owner: type, key: str) -> Reason:
     return Reason.HOOKS_CHANGED if key in _HOOK_ATTRIBUTES else Reason.ATTRIBUTES_CHANGED
 
 
-def _readers(modules: list[torch.nn.Module], root: torch.nn.Module) -> Iterator[tuple[Any, tuple[str, ...] | None, Table]]:
-    """Whose attributes are read (modules', and those of the objects that they own), which (`None`: all), and from which table."""
+def _readers(modules: list[torch.nn.Module], root: torch.nn.Module) -> Iterator[tuple[Any, tuple[str, ...], bool, Table]]:
+    """Whose attributes are read (modules', and those of the objects that they own), which, whether as a whole, and from where."""
     seen: set[int] = set()
     for module in modules:
         keys = _attribute_names(module, is_root=module is root)
@@ -346,10 +364,10 @@ def _readers(modules: list[torch.nn.Module], root: torch.nn.Module) -> Iterator[
         if keys:
             # Iterating over a whole table costs about a third of looking up as many keys. The root's leads back to us.
             whole = len(table) < 3 * len(keys) and module is not root and "_compiled_call_impl" not in table
-            yield module, None if whole else keys, table
+            yield module, keys, whole, table
         for key in keys:
             for owned in _objects(table[key], seen, _DEPTH):
-                yield owned, tuple(k for k in owned.__dict__ if k not in _VOLATILE), owned.__dict__
+                yield owned, tuple(k for k in owned.__dict__ if k not in _VOLATILE), False, owned.__dict__
 
 
 def _attribute_names(module: torch.nn.Module, is_root: bool) -> tuple[str, ...]:
@@ -384,9 +402,10 @@ def _objects(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """An object with a state of its own; not a tensor, a module, a class, a function or a container."""
-    others = (torch.Tensor, torch.nn.Module, type, dict, list, tuple, FunctionType, MethodType, ModuleType, partial, Enum)
-    return hasattr(value, "__dict__") and not isinstance(value, others)
+    """An object with a state of its own; not a tensor, a module, a class, a function or a container (but diffusers' frozen
+    configuration is both: a dict whose items are attributes too)."""
+    others = (torch.Tensor, torch.nn.Module, type, list, tuple, FunctionType, MethodType, ModuleType, partial, Enum)
+    return hasattr(value, "__dict__") and not isinstance(value, others) and type(value) not in _CONTAINER_TYPES
 
 
 def _copy(value: Any, depth: int) -> Any:
@@ -410,16 +429,26 @@ def _is_by_the_thousand(module: torch.nn.Module) -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
 
 
-def _address(tensor: Any) -> Any:
-    """Where a weight lies; for a tensor subclass (quantised weights), where the tensors lie that it is made of."""
-    if tensor is None:
-        return None
-    if hasattr(tensor, "__tensor_flatten__"):
-        return tuple(_address(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.data_ptr()
+def _own_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Where a module keeps what its forward, or its owner's, may look for."""
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
+        return [module._modules]
+    if isinstance(module, (torch.nn.ParameterList, torch.nn.ParameterDict)):
+        return [module._parameters]
+    return [module._parameters, module._buffers, module._modules]
+
+
+def _tensors_among(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own that an attribute is or holds, as deep as its contents are compared."""
+    if isinstance(value, torch.Tensor):
+        if has_own_memory(value):
+            yield value
+    elif type(value) in _CONTAINER_TYPES and len(value) <= _CONTAINER_LIMIT and depth > 0:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_among(item, depth - 1)
 
 
 def _is_adapter(obj: Any) -> bool:

@@ -11,6 +11,9 @@ import torch
 from diffgraph.devices import Pool, new_pool
 from diffgraph.options import Options
 
+#: Recordings a device, where the user sets no number; more, where as many were asked for at start-up.
+MAX_GRAPHS = 32
+
 
 class Evictable(Protocol):
     def evict(self) -> None: ...
@@ -21,6 +24,7 @@ class Memory:
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self.asked_for = 0  # recordings made because the user named them
         self._pools: dict[torch.device, Pool] = {}
         self._lru: dict[Pool, OrderedDict[Evictable, None]] = {}
 
@@ -35,7 +39,7 @@ class Memory:
         """Take in a new recording, evicting the least recently used until the budget holds. False: it does not fit even alone."""
         recordings = self._lru[pool]
         recordings[entry] = None
-        while len(recordings) > self._options.max_graphs:
+        while len(recordings) > (self._options.max_graphs or max(MAX_GRAPHS, self.asked_for)):
             self._evict_oldest(pool)
         limit = self._limit(pool.device)
         if limit is None or pool.bytes() <= limit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from diffgraph.errors import NotYetError, OptionError, OptionTypeError
@@ -22,10 +23,11 @@ class Options:
     backend: str = "breakable"
     capture: str = "auto"
     breaks: str | tuple[str, ...] = "auto"
-    max_graphs: int = 32
+    max_graphs: int | None = None
     memory_limit: int | float | None = None  # bytes, or a fraction of the device's memory
     verify: bool = True
     poison: bool = False
+    prompt_buckets: str | tuple[int, ...] | None = "auto"
 
 
 def checked(
@@ -45,7 +47,8 @@ def checked(
     """Options, or an `OptionError`/`OptionTypeError`/`NotYetError` that says what was given and what is accepted."""
     if unknown:
         accepted = (
-            "capture_shapes and components (for a pipeline), backend, capture, breaks, max_graphs, memory_limit, verify, poison"
+            "capture_shapes and components (for a pipeline), backend, capture, breaks, max_graphs, memory_limit, verify, poison, "
+            "prompt_buckets"
         )
         raise OptionTypeError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {accepted}")
     _one_of("backend", backend, BACKENDS)
@@ -55,15 +58,20 @@ def checked(
     _true_or_false("compile_blocks", compile_blocks)
     if compile_blocks:
         raise NotYetError("compile_blocks=True is not built yet; accepted: False")
-    if prompt_buckets not in ("auto", None):
-        raise NotYetError(
-            f"prompt_buckets={prompt_buckets!r} is not built yet; accepted: 'auto' or None, which both record exact lengths"
-        )
     if backend == "full" and not isinstance(breaks, str):
         raise OptionError("backend='full' records one graph without breaks; accepted with it: breaks='auto'")
     if capture == "auto":
         capture = "startup" if has_shapes else "on_demand"
-    return Options(backend, capture, _breaks(breaks), _count(max_graphs), _memory(memory_limit), verify, poison)
+    return Options(
+        backend=backend,
+        capture=capture,
+        breaks=_breaks(breaks),
+        max_graphs=_count(max_graphs),
+        memory_limit=_memory(memory_limit),
+        verify=verify,
+        poison=poison,
+        prompt_buckets=_buckets(prompt_buckets),
+    )
 
 
 def _one_of(name: str, value: Any, accepted: tuple[str, ...]) -> None:
@@ -76,7 +84,22 @@ def _true_or_false(name: str, value: Any) -> None:
         raise OptionTypeError(f"{name} is {value!r}; accepted: True or False")
 
 
-def _count(value: Any) -> int:
+def _buckets(value: Any) -> str | tuple[int, ...] | None:
+    accepted = "accepted: 'auto', None (exact lengths), or rows of text in a list that rises, as in [64, 128, 256]"
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise OptionTypeError(f"prompt_buckets is {value!r}; {accepted}")
+    if any(isinstance(size, bool) or not isinstance(size, int) for size in value):
+        raise OptionTypeError(f"prompt_buckets is {value!r}; {accepted}")
+    if not value or min(value) < 1 or any(a >= b for a, b in pairwise(value)):
+        raise OptionError(f"prompt_buckets is {value!r}; {accepted}")
+    return tuple(value)
+
+
+def _count(value: Any) -> int | None:
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise OptionTypeError(f"max_graphs is {value!r}; accepted: a whole number, at least 1")
     if value < 1:

@@ -25,6 +25,7 @@ from diffgraph.runner import Runner
 from diffgraph.shapes import load_shapes
 from diffgraph.startup import capture_shapes as capture_at_startup
 
+_COMPILED = "_orig_mod"  # where `torch.compile(module)` keeps the module
 #: The names under which diffusers' pipelines keep the module that they call at each step.
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -33,6 +34,8 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 #: Which objects (pipelines, or modules accelerated on their own) each runner serves.
 _owners: weakref.WeakKeyDictionary[Runner, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+#: The same by module: `module.compile()` pushes a runner out, and what it served is to be known still.
+_served: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def accelerate_pipeline(
@@ -45,7 +48,7 @@ def accelerate_pipeline(
     prompt_buckets: Any = "auto",
     breaks: str | Sequence[str] = "auto",
     components: str | Sequence[str] = "denoiser",
-    max_graphs: int = 32,
+    max_graphs: int | None = None,
     memory_limit: int | float | str | None = None,
     verify: bool = True,
     poison: bool = False,
@@ -66,11 +69,14 @@ def accelerate_pipeline(
         breaks: `"attention"`, `"auto"` (at present the same), or names of submodules ("blocks.0.attn") and functions
             ("package.module.function") to run eager.
         components: `"denoiser"`, or some of the denoisers' names.
-        max_graphs: recorded signatures a device, the least recently used going first.
+        prompt_buckets: `"auto"`: where a rule in `families` allows it, prompts share the recording of the next multiple of 64
+            rows (up to 1,024), exactly; a list of lengths instead; `None`: each length is recorded for itself.
+        max_graphs: recorded signatures a device, the least recently used going first; default 32, or as many as the capture
+            shapes ask for.
         memory_limit: of graph memory a device: bytes, text (`"4GiB"`) or a fraction of the device's memory.
         verify: compare each signature's first replay with eager before it is trusted (costs one eager forward).
         poison: (CPU) fill dead intermediates with NaN before each replay, to find faults of lifetime.
-        compile_blocks, prompt_buckets: part of the design, not built yet; their defaults alone are accepted.
+        compile_blocks: part of the design, not built yet; `False` alone is accepted.
 
     Raises:
         OptionError, OptionTypeError, NotYetError: an option is wrong. NoDenoiserError: nothing to accelerate.
@@ -133,8 +139,11 @@ def restore_pipeline(pipe: P) -> P:
 
     A denoiser that several accelerated pipelines share is restored with the last of them. Raises `NotAcceleratedError`.
     """
-    for module, runner in _runners(pipe):
+    pushed_out = _pushed_out(pipe)
+    for module, runner in _found(pipe) if pushed_out else _runners(pipe):
         _disown(pipe, module, runner)
+    for module in pushed_out:
+        _served[module].discard(pipe)
     return pipe
 
 
@@ -170,7 +179,11 @@ def paused(pipe: Any) -> Iterator[None]:
 
 def report(pipe: Any) -> Report:
     """What happened so far on this pipeline or module. Raises `NotAcceleratedError`."""
-    return Report.of([runner for _, runner in _runners(pipe)])
+    found, pushed_out = _found(pipe), _pushed_out(pipe)
+    if not pushed_out:
+        found = _runners(pipe)  # or say that there are none
+    around = [m for m, _ in found if not any(m is candidate for candidate in _candidates(pipe))]  # by `torch.compile(module)`
+    return Report.of([runner for _, runner in found], [_name_in(pipe, module) for module in (*around, *pushed_out)])
 
 
 def _denoisers(pipe: Any, components: Any) -> dict[str, torch.nn.Module]:
@@ -212,9 +225,31 @@ def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
 
 
 def _found(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
+    return [(m, runner) for m in _modules(pipe) if (runner := _runner(m)) is not None and pipe in _owners[runner]]
+
+
+def _pushed_out(pipe: Any) -> list[torch.nn.Module]:
+    """The denoisers that were accelerated, and then compiled by `module.compile()`, which took our place."""
+    return [m for m in _modules(pipe) if _runner(m) is None and pipe in _served.get(m, ())]
+
+
+def _modules(pipe: Any) -> Iterator[torch.nn.Module]:
+    """The denoisers, and those inside `torch.compile(denoiser)`."""
+    for denoiser in _candidates(pipe):
+        yield denoiser
+        inner = denoiser.__dict__["_modules"].get(_COMPILED)
+        if inner is not None:
+            yield inner
+
+
+def _candidates(pipe: Any) -> list[torch.nn.Module]:
     candidates = [pipe] if isinstance(pipe, torch.nn.Module) else [getattr(pipe, name, None) for name in DENOISERS]
-    modules = [module for module in candidates if isinstance(module, torch.nn.Module)]
-    return [(m, runner) for m in modules if (runner := _runner(m)) is not None and pipe in _owners[runner]]
+    return [module for module in candidates if isinstance(module, torch.nn.Module)]
+
+
+def _name_in(pipe: Any, module: torch.nn.Module) -> str:
+    names = [name for name in DENOISERS if module in (m := getattr(pipe, name, None), getattr(m, _COMPILED, None))]
+    return names[0] if names else type(module).__name__
 
 
 def _check_shared(modules: dict[str, torch.nn.Module], options: Options) -> None:
@@ -237,7 +272,7 @@ def _install(pipe: Any, modules: dict[str, torch.nn.Module], options: Options) -
         runner = _runner(module)  # another pipeline's, with which this one shares the module
         if runner is None:
             runner = Runner(name, module, options, memory)
-            _owners[runner] = weakref.WeakSet()
+            _owners[runner] = _served[module] = weakref.WeakSet()
             module.__dict__["_compiled_call_impl"] = runner
         _owners[runner].add(pipe)
         runners.append(runner)

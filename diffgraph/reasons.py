@@ -20,6 +20,10 @@ class Reason(str, Enum):
 
     UNSEEN_SIGNATURE = "unseen_signature", "nothing is recorded for this signature (yet, or by choice of `capture`)"
     CAPTURE_FAILED = "capture_failed", "recording this signature was tried and failed"
+    PROMPT_TOO_LONG = (
+        "prompt_too_long",
+        "the prompt is longer than the largest of `prompt_buckets`, and nothing is recorded for its exact length",
+    )
     WEIGHTS_CHANGED = "weights_changed", "a parameter, a buffer or the module tree is no longer the one recorded"
     ADAPTER_CHANGED = "adapter_changed", "a LoRA or IP-adapter was loaded, switched, scaled, fused or removed"
     PROCESSORS_CHANGED = "processors_changed", "attention processors or the attention backend were changed"
@@ -42,4 +46,5 @@ class Reason(str, Enum):
     VERIFY_FAILED = "verify_failed", "the first replay differed from eager"
     NESTED_CAPTURE = "nested_capture", "somebody else's capture is open"
     MULTI_DEVICE = "multi_device", "the denoiser's weights lie on several devices"
+    ALLOCATOR = "allocator", "CUDA memory comes from another allocator than PyTorch's own, whose graphs can have a pool"
     PAUSED = "paused", "the call was made under `diffgraph.paused`"

@@ -30,6 +30,7 @@ from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in
 from diffgraph.tree import flatten, map_leaves, unflatten
+from diffgraph.untraced import untraced
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,7 +86,7 @@ def record(
 
 
 def eager_on_graph(fn: F) -> F:
-    """Mark a function as a break: eager while a capture is open and at each replay, plain otherwise.
+    """Mark a function as a break: eager while a capture is open and at each replay, plain otherwise (for Dynamo a graph break).
 
     Its arguments and results may be nested tuples, lists, dicts and dataclasses of tensors, `None` and plain values. Values that
     are not tensors are part of the recording: a replay in which one differs raises `HostValueChanged`.
@@ -98,7 +99,7 @@ def eager_on_graph(fn: F) -> F:
             return fn(*args, **kwargs)
         return recorder.run_break(getattr(fn, "__qualname__", repr(fn)), fn, args, kwargs)
 
-    return wrapper  # type: ignore[return-value]
+    return untraced(wrapper)  # type: ignore[return-value]
 
 
 @contextmanager
@@ -176,7 +177,10 @@ class Recorder(TorchDispatchMode):
 
     # -- ops
 
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(_is_made_of_others, types)):
+            return NotImplemented  # a quantised weight, say: what it does with the tensors that it is made of comes by here
         kwargs = kwargs or {}
         self._note_writes(func, args, kwargs)
         if self._segment is None or self.in_break:
@@ -330,6 +334,10 @@ class Recorder(TorchDispatchMode):
                 else:
                     self._pending.append((buffer, bindings[i], result))
         return bindings, replaced
+
+
+def _is_made_of_others(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _reader() -> weakref.ref[torch.nn.Module] | None:

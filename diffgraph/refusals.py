@@ -37,8 +37,12 @@ def refusal(module: torch.nn.Module) -> Reason | None:
             return reason
         if submodule.training and random_or_stateful(submodule):
             return Reason.TRAINING
+        if _keeps_outliers(submodule):
+            return Reason.SIDE_EFFECTS
         if getattr(submodule, "_parallel_config", None) is not None:
             return Reason.MULTI_DEVICE
+    if any(device.type == "cuda" for device in devices) and torch.cuda.get_allocator_backend() != "native":
+        return Reason.ALLOCATOR  # of cudaMallocAsync, recording was reported to abort the process
     if torch.device("meta") in devices:
         return Reason.OFFLOAD
     return Reason.MULTI_DEVICE if len(devices) > 1 else None
@@ -68,6 +72,12 @@ def _offloads(hook: Any) -> bool:
     if inner:
         return any(map(_offloads, inner))
     return type(hook).__name__ in ("CpuOffload", "LayerwiseCastingHook") or bool(getattr(hook, "offload", False))
+
+
+def _keeps_outliers(module: torch.nn.Module) -> bool:
+    """bitsandbytes' 8-bit layers with a threshold for outliers: each forward leaves their columns in the layer's state."""
+    state = module.__dict__.get("state")
+    return type(module).__module__.startswith("bitsandbytes.") and getattr(state, "threshold", 0) > 0
 
 
 def random_or_stateful(module: torch.nn.Module) -> bool:

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diffgraph.shapes import CaptureShape
+
 if TYPE_CHECKING:
     from diffgraph.runner import Runner
 
 _MIB = 2**20
+_COMPILED_LATER = "was compiled after it was accelerated, so its calls are not recorded: restore, compile, then accelerate"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Report:
     """Routes of all calls so far (`captures`, `replays`, `eager`), the eager ones by reason code, and the signatures.
 
     `memory_bytes` is what the pools hold now; signatures share it, so theirs need not add up to it. `unseen`: calls that start-up
-    capture had not foreseen, by what they looked like. `print(report)` is a table; `to_dict()` is ready for JSON.
+    capture had not foreseen, by what they looked like; `bypassed`: denoisers that were compiled after they were accelerated, and
+    whose calls pass us by. `print(report)` is a table; `to_dict()` is ready for JSON.
     """
 
     captures: int
@@ -41,9 +45,11 @@ class Report:
     signatures: list[SignatureReport] = field(default_factory=list)
     memory_bytes: int = 0
     unseen: dict[str, int] = field(default_factory=dict)
+    bypassed: list[str] = field(default_factory=list)
+    _shapes: tuple[CaptureShape, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, runners: Sequence[Runner]) -> Report:
+    def of(cls, runners: Sequence[Runner], bypassed: Sequence[str] = ()) -> Report:
         routes: Counter[str] = sum((r.routes for r in runners), Counter())
         reasons: Counter[str] = sum((r.reasons for r in runners), Counter())
         entries = [entry for r in runners for entry in r.all_entries()]
@@ -51,10 +57,19 @@ class Report:
         memory = sum(m.bytes() for m in {id(r.memory): r.memory for r in runners}.values())
         unseen: Counter[str] = sum((r.unseen for r in runners), Counter())
         counts = routes["capture"], routes["replay"], routes["eager"], dict(reasons.most_common())
-        return cls(*counts, rows, memory, dict(unseen.most_common()))
+        met = [entry.shape for entry in entries] + [shape for r in runners for shape in r.unseen_shapes]
+        shapes = [shape for shape in met if shape is not None]
+        return cls(*counts, rows, memory, dict(unseen.most_common()), list(bypassed), tuple(dict.fromkeys(shapes)))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        del found["_shapes"]
+        return found
+
+    def to_shapes(self) -> list[CaptureShape]:
+        """What the pipeline was really asked for so far, largest first, as `capture_shapes` takes it; `save_shapes` writes it to
+        a file. Calls whose shape no text can say (other pictures as input, prompts of one's own) are told by size alone."""
+        return sorted(self._shapes, key=lambda shape: shape.size, reverse=True)
 
     def __str__(self) -> str:
         lines = [
@@ -69,6 +84,7 @@ class Report:
             lines.append(
                 f"  {s.segments:>8} {s.breaks:>6} {s.replays:>7} {s.memory_bytes / _MIB:>7.1f}  {s.label}{state}"
             )
+        lines += [f"  {name} {_COMPILED_LATER}" for name in self.bypassed]
         lines += [f"  not recorded, {count} calls: {label}" for label, count in self.unseen.items()]
         return "\n".join(lines)
 

@@ -10,17 +10,17 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._device import DeviceContext
 
-from diffgraph.capture import Recording, capture
-from diffgraph.compare import same_bits
+from diffgraph.capture import Recording, capture, padded_forward
+from diffgraph.compare import close, same_bits
 from diffgraph.containers import can_follow, same_containers
 from diffgraph.current import foreign_capture, open_recorder
 from diffgraph.devices import SUPPORTED, Pool
@@ -29,11 +29,13 @@ from diffgraph.errors import HostValueChanged
 from diffgraph.guards import Fingerprint
 from diffgraph.memory import Memory
 from diffgraph.options import Options
+from diffgraph.prompts import PromptBuckets
 from diffgraph.reasons import Reason
 from diffgraph.refusals import refusal
 from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused, Signature
 from diffgraph.tensors import tensors_in
+from diffgraph.traffic import asked_shape
 from diffgraph.tree import containers, flatten, unflatten
 
 logger = logging.getLogger("diffgraph")
@@ -62,6 +64,17 @@ class Route(str, Enum):
     EAGER = "eager"
 
 
+class Visit(NamedTuple):
+    """One call on its way: what the caller gave, and what is recorded in its place (its prompt may be padded)."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    call: Call
+    entry: Entry
+    pool: Pool
+
+
 class Runner:
     """Stands in for a module's call. Knows the module weakly, so that it does not keep its weights alive."""
 
@@ -73,6 +86,7 @@ class Runner:
         self.reasons: Counter[str] = Counter()
         self.entries: dict[Signature, Entry] = {}
         self.unseen: Counter[str] = Counter()  # calls that start-up capture has not foreseen, by their label
+        self.unseen_shapes: list[CaptureShape | None] = []
         self._variants: Counter[Signature] = Counter()  # signatures by what they are without their numbers
         # What the recordings hold would otherwise keep the weights until the garbage collector finds the cycle.
         self._module = weakref.ref(module, partial(_release, weakref.ref(self)))
@@ -80,6 +94,7 @@ class Runner:
         self._positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._fingerprint: Fingerprint | None = None
         self._refusal: Reason | None = None
+        self._prompts: PromptBuckets | None = None
         self._last_change = Reason.ATTRIBUTES_CHANGED
         self._changes = 0  # seen without a replay between them
         self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
@@ -100,6 +115,8 @@ class Runner:
         if torch.compiler.is_compiling():  # Dynamo would trace us
             return self._forward(module)(*args, **kwargs)
         try:
+            if self._insisting and self._thread.every_bucket:
+                self._record_every_bucket(module, args, kwargs)
             return self._recorded(module, args, kwargs)
         except Refused as refused:
             self._count(Route.EAGER, refused.reason)
@@ -135,37 +152,57 @@ class Runner:
         if open_recorder() is not None or foreign_capture() or _intercepted():
             raise Refused(Reason.NESTED_CAPTURE)
         with self._state_lock:
-            device = self._check_state(module)
-        call = Call.of(args, kwargs, device)
+            device, prompts = self._check_state(module)
+        padded = None if prompts is None else prompts.padded(args, kwargs)
+        call = Call.of(args, kwargs, device) if padded is None else Call.of(padded.args, padded.kwargs, device, padded.prompt)
         pool = self.memory.pool(device)
         with pool.lock:
             if pool.in_turn:  # a break of another recording of this pool called us
                 raise Refused(Reason.NESTED_CAPTURE)
-            entry = self._entry(call.signature)
+            try:
+                entry = self._entry(call)
+            except Refused as refused:
+                if refused.reason is Reason.UNSEEN_SIGNATURE and prompts is not None and prompts.too_long(args, kwargs):
+                    raise Refused(Reason.PROMPT_TOO_LONG) from None
+                raise
+            if not entry.is_met and not self._insisting:
+                entry.is_met, entry.shape = True, asked_shape(call.prompt)
             if self._insisting:
+                self.memory.asked_for += entry.met == 0
                 entry.met = self._insistence
                 for known in entry.values.recorded():
                     if known.insistence != self._insistence:
                         self._drop(known)
             if entry.values.resting():
                 raise Refused(Reason.HOST_VALUE_CHANGED)
+            visit = Visit(module, args, kwargs, call, entry, pool)
             changed: HostValueChanged | None = None
             for known in entry.values.recorded():
                 try:
-                    return self._replay(module, known, call, args, kwargs)
+                    return self._replay(visit._replace(entry=known))
                 except HostValueChanged as error:
                     changed = error.with_traceback(None)  # whose frames would keep the inputs alive
             if changed is not None:
-                entry = self._entry_for_other_values(module, entry, changed)
+                visit = visit._replace(entry=self._entry_for_other_values(module, entry, changed))
             if changed is not None or self._route(entry) is Route.CAPTURE:
-                return self._capture(module, entry, call, pool, args, kwargs)
-        return self._warm_up(module, entry, call, pool, args, kwargs)
+                return self._capture(visit)
+        return self._warm_up(visit)
+
+    def _record_every_bucket(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make calls like this one with prompts as long as each bucket, so that they are recorded."""
+        with self._state_lock:
+            device, prompts = self._check_state(module)
+        for resized in [] if prompts is None else prompts.every(args, kwargs):
+            entry = self.entries.get(Call.of(resized.args, resized.kwargs, device).signature)
+            if entry is None or entry.met != self._insistence:
+                with suppress(Refused):
+                    self._recorded(module, resized.args, resized.kwargs)
 
     # -- deciding
 
-    def _check_state(self, module: torch.nn.Module) -> torch.device:
-        """The device of the weights. Drops every recording when what it relies on has changed; raises `Refused` when nothing can
-        be relied on."""
+    def _check_state(self, module: torch.nn.Module) -> tuple[torch.device, PromptBuckets | None]:
+        """The device of the weights, and how prompts are padded. Drops every recording when what it relies on has changed; raises
+        `Refused` when nothing can be relied on."""
         if self._rest > 0:
             self._rest -= 1
             if self._rest == 0:
@@ -184,11 +221,12 @@ class Runner:
             logger.info("%s: recordings dropped: %s", self.name, change)
         if self._refusal is not None:
             raise Refused(self._refusal)
-        return self._device
+        return self._device, self._prompts
 
     def _take_fingerprint(self, module: torch.nn.Module) -> None:
         self._fingerprint = Fingerprint(module)
         self._refusal = refusal(module)
+        self._prompts = PromptBuckets.of(module, self.options, self._positional)
         tensor = next(chain(module.parameters(), module.buffers()), None)
         self._device = torch.device("cpu") if tensor is None else tensor.device
         if self._device.type not in SUPPORTED:
@@ -201,13 +239,16 @@ class Runner:
             if entry.refused is not Reason.VERIFY_FAILED:  # that one is for good
                 entry.refused = None
 
-    def _entry(self, signature: Signature) -> Entry:
-        """What is known of this signature; raises `Refused` when it is new and not to be recorded."""
+    def _entry(self, call: Call) -> Entry:
+        """What is known of this call's signature; raises `Refused` when it is new and not to be recorded."""
+        signature = call.signature
         entry = self.entries.get(signature)
         if entry is not None:
             return entry
         if not self._may_capture():
             label = self._label(signature)
+            if label not in self.unseen and len(self.unseen) < MAX_UNSEEN:
+                self.unseen_shapes.append(asked_shape(call.prompt))
             if label in self.unseen or len(self.unseen) < MAX_UNSEEN:
                 self.unseen[label] += 1
             raise Refused(Reason.UNSEEN_SIGNATURE)
@@ -265,19 +306,22 @@ class Runner:
 
     # -- the three routes
 
-    def _warm_up(self, module: Any, entry: Entry, call: Call, pool: Pool, args: Any, kwargs: Any) -> Any:
+    def _warm_up(self, visit: Visit) -> Any:
         """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
+        module, args, kwargs, call, entry, pool = visit
         self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
         fingerprint = self._fingerprint
         state = fingerprint.state_versions() if fingerprint is not None else []
-        given, held = _contents(call.leaves), (containers(args), containers(kwargs))
+        before, spec = flatten((args, kwargs), objects=True)
+        given, held = _contents(before), containers((args, kwargs))
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
-        after, spec = flatten((args, dict(sorted(kwargs.items()))), objects=True)
-        changed_containers = spec != call.spec or any(a is not b for a, b in zip(after, call.leaves, strict=True))
-        followable = can_follow(call.spec, spec) and same_containers(held[0], containers(args))
-        followable = followable and same_containers(held[1], containers(kwargs))
-        changed_arguments = not followable or not same_bits(given, _contents(call.leaves))
+        after, spec_after = flatten((args, kwargs), objects=True)
+        changed_containers = spec != spec_after or any(a is not b for a, b in zip(before, after, strict=True))
+        followed = can_follow(spec, spec_after) and same_containers(held, containers((args, kwargs)))
+        if call.prompt is not None and call.prompt.is_padded and changed_containers:
+            followed = False  # they would be given what belongs to the padded prompt
+        changed_arguments = not followed or not same_bits(given, _contents(before))
         with pool.lock:
             if changed_arguments or not pool.replayable_rng(rng):
                 self._drop(entry, refused=Reason.SIDE_EFFECTS)
@@ -289,7 +333,7 @@ class Runner:
                 entry.seen += 1
         if self._insisting and entry.recording is None and entry.refused is None:
             if changed_containers:
-                args, kwargs = unflatten(call.spec, call.leaves)  # as they were
+                args, kwargs = unflatten(spec, before)  # as they were
             return self._recorded(module, args, kwargs)
         return output
 
@@ -317,7 +361,8 @@ class Runner:
         if entry.escapes > 2:
             self._drop(entry, refused=Reason.SIDE_EFFECTS)
 
-    def _capture(self, module: Any, entry: Entry, call: Call, pool: Pool, args: Any, kwargs: Any) -> Any:
+    def _capture(self, visit: Visit) -> Any:
+        module, _, _, call, entry, pool = visit
         before = pool.bytes()
         try:
             recording, output = capture(
@@ -336,8 +381,14 @@ class Runner:
             self._drop(entry, refused=Reason.CAPTURE_FAILED)
             warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=4)
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
+        if call.prompt is not None and call.prompt.is_padded:
+            wrong = self._wrong_padding(visit, recording, output)
+            if wrong is not None:
+                recording.release()
+                self._drop(entry, refused=wrong)
+                raise Refused(wrong)
         self._count(Route.CAPTURE)
-        recording.follow(args, kwargs)
+        recording.follow(visit.args, visit.kwargs)
         if recording.unused_breaks:
             names = ", ".join(map(repr, recording.unused_breaks))
             text = f"diffgraph: breaks names {names}, which the forward never called (under that name): recorded without a break"
@@ -359,13 +410,22 @@ class Runner:
                 entry.refused = Reason.OUT_OF_MEMORY
         return output
 
-    def _replay(self, module: Any, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+    def _wrong_padding(self, visit: Visit, recording: Recording, output: Any) -> Reason | None:
+        """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
+        if recording.wrote_inputs or recording.left is not None:
+            return Reason.SIDE_EFFECTS
+        if self.options.verify and not close(output, self._eager(visit.module, visit.args, visit.kwargs)):
+            return Reason.VERIFY_FAILED
+        return None
+
+    def _replay(self, visit: Visit) -> Any:
+        entry = visit.entry
         recording = entry.recording
         assert recording is not None
         if not entry.trusted and self.options.verify:
-            return self._verify(module, entry, recording, call, args, kwargs)
-        output = self._run(entry, recording, call)
-        recording.follow(args, kwargs)
+            return self._verify(visit, recording)
+        output = self._run(entry, recording, visit.call)
+        recording.follow(visit.args, visit.kwargs)
         self._note_replay(entry, recording)
         return output
 
@@ -375,7 +435,7 @@ class Runner:
         try:
             # What an unfinished replay drew, eager draws again.
             with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext():
-                return recording.run(call.leaves)
+                return recording.run(call)
         except HostValueChanged:
             raise  # another recording of this signature may fit
         except torch.OutOfMemoryError:
@@ -388,16 +448,16 @@ class Runner:
             )
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
 
-    def _verify(self, module: Any, entry: Entry, recording: Recording, call: Call, args: Any, kwargs: Any) -> Any:
+    def _verify(self, visit: Visit, recording: Recording) -> Any:
         """The first replay beside eager on the same inputs; equal to the bit, or this signature stays eager."""
-        pool = recording.pool
+        module, args, kwargs, call, entry, pool = visit
         rng = pool.rng_state() if recording.draws else None
         replayed, replay_ms = pool.timed(lambda: self._run(entry, recording, call))
         if rng is not None:
             pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
-        same = same_bits(replayed, output) and recording.did(args, kwargs)
-        reason = self._distrust(module, entry, recording, call, same, replay_ms, eager_ms)
+        same = self._is_same(visit, replayed, output) and recording.did(args, kwargs)
+        reason = self._distrust(visit, recording, same, replay_ms, eager_ms)
         if reason is None:
             entry.trusted, entry.doubted = True, False
             self._note_replay(entry, recording)
@@ -405,20 +465,23 @@ class Runner:
             self._count(Route.EAGER, reason)
         return output
 
+    def _is_same(self, visit: Visit, replayed: Any, output: Any) -> bool:
+        """Equal to eager's to the bit. Where a prompt is padded, a matrix product of another shape may take another kernel: then
+        close to it, and equal to the bit to what the padded forward gives unrecorded."""
+        if same_bits(replayed, output):
+            return True
+        if visit.call.prompt is None or not visit.call.prompt.is_padded or not close(replayed, output):
+            return False
+        return same_bits(replayed, padded_forward(visit.module, self._run_forward, visit.call))
+
     def _distrust(
-        self,
-        module: Any,
-        entry: Entry,
-        recording: Recording,
-        call: Call,
-        same: bool,
-        replay_ms: float | None,
-        eager_ms: float | None,
+        self, visit: Visit, recording: Recording, same: bool, replay_ms: float | None, eager_ms: float | None
     ) -> Reason | None:
         """Why a replay is not to be trusted after all, its recording given up; `None` when it is."""
+        entry = visit.entry
         if entry.recording is not recording:  # eager ran out of memory and took ours
             return Reason.OUT_OF_MEMORY
-        if self._changed_state(module, entry):
+        if self._changed_state(visit.module, entry):
             return Reason.SIDE_EFFECTS
         if not same and entry.doubted:
             self._drop(entry, lost=Reason.SIDE_EFFECTS)
@@ -428,7 +491,7 @@ class Runner:
             text = f"diffgraph: {entry.label} runs eager: its replay differed from eager"
             warnings.warn(text, CaptureWarning, stacklevel=6)
             return Reason.VERIFY_FAILED
-        if self._is_slower(recording, call, replay_ms, eager_ms):
+        if self._is_slower(recording, visit.call, replay_ms, eager_ms):
             self._drop(entry, refused=Reason.NOT_FASTER)
             logger.info("%s runs eager: a replay takes %s ms, eager %s ms", entry.label, replay_ms, eager_ms)
             return Reason.NOT_FASTER
@@ -441,7 +504,7 @@ class Runner:
         for _ in range(2):
             if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms or recording.draws:
                 return False
-            _, again = recording.pool.timed(lambda: recording.run(call.leaves))
+            _, again = recording.pool.timed(lambda: recording.run(call))
             recording.left = None
             replay_ms = replay_ms if again is None else min(replay_ms, again)
         return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms
@@ -510,12 +573,21 @@ class Runner:
 
     @contextmanager
     def insisting(self) -> Iterator[None]:
-        self._thread.insisting = True
+        self._thread.insisting, self._thread.every_bucket = True, False
         self._insistence += 1
         try:
             yield
         finally:
             self._thread.insisting = False
+
+    def insist_on_every_bucket(self, every: bool) -> None:
+        """Whether calls of this thread inside `insisting` record all prompt buckets, or their own prompt's alone."""
+        self._thread.every_bucket = every
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether prompts of many lengths share recordings, as far as the calls so far have shown."""
+        return self._prompts is not None
 
     @property
     def _insisting(self) -> bool:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -137,6 +137,21 @@ def load_shapes(spec: Any) -> list[CaptureShape]:
         return _unique_largest_first(_read(path))
     except ShapeError as error:
         raise ShapeError(f"{path}: {error}") from error.__cause__
+
+
+def save_shapes(shapes: Sequence[CaptureShape], path: str | os.PathLike) -> None:
+    """Write shapes to a .json, .yaml or .yml file that `capture_shapes` reads. Raises ShapeError for another ending, or for
+    `inputs` that are not plain values."""
+    name = os.fspath(path)
+    if not name.lower().endswith(_FILES):
+        raise ShapeError(f"{name}: a file of capture shapes ends in .json, .yaml or .yml")
+    items = [str(shape) if not shape.inputs else shape.to_dict() for shape in shapes]
+    try:
+        text = json.dumps(items, indent=1)
+    except TypeError as error:
+        raise ShapeError(f"{name}: inputs that a file cannot hold: {error}") from None
+    with open(name, "w", encoding="utf-8") as file:
+        file.write(text + "\n")  # which is YAML, too
 
 
 def _is_path(spec: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diffgraph.ambient import attention_kernels
+from diffgraph.prompts import Prompt
 from diffgraph.reasons import Reason
 from diffgraph.tree import LEAF, Spec, TooManyLeaves, flatten
 
@@ -65,9 +66,10 @@ class Call(NamedTuple):
     leaves: list[Any]
     spec: Spec
     signature: Signature
+    prompt: Prompt | None = None  # where its prompts are padded up to a bucket
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, prompt: Prompt | None = None) -> Call:
         """Raises `Refused` for what cannot be part of a signature, or does not lie on `device`."""
         try:
             leaves, spec = flatten((args, dict(sorted(kwargs.items()))), MAX_LEAVES, objects=True)
@@ -75,7 +77,7 @@ class Call(NamedTuple):
             raise Refused(Reason.UNSUPPORTED_INPUT, f"more than {MAX_LEAVES} values in the arguments") from None
         first: dict[int, int] = {}
         described = tuple([_describe_leaf(i, leaf, device, first) for i, leaf in enumerate(leaves)])
-        return cls(leaves, spec, Signature(spec, described, _mode(device)))
+        return cls(leaves, spec, Signature(spec, described, _mode(device)), prompt)
 
 
 def _describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int]) -> tuple[Any, ...]:

@@ -14,13 +14,14 @@ from tqdm.auto import tqdm
 
 from diffgraph.errors import ShapeError
 from diffgraph.memory import free_memory
-from diffgraph.prompts import prompt_arguments, recorded_length
+from diffgraph.prompt_arguments import prompt_arguments, recorded_length
 from diffgraph.runner import CaptureWarning, Runner
 from diffgraph.shapes import CaptureShape
 
 #: Enough for the two denoisers of a pipeline that switches between them midway, and the fewest that every scheduler takes.
 STEPS = 2
 _MIB = 2**20
+_PROMPTS = {"prompt", "prompt_embeds"}
 
 
 def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[CaptureShape]) -> None:
@@ -36,9 +37,11 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
         bar = stack.enter_context(tqdm(sorted(shapes, key=lambda s: s.size, reverse=True), desc="diffgraph capture"))
         for shape in bar:
             bar.set_postfix_str(f"{shape}, {free_memory(_device(pipe)) / _MIB:.0f} MiB free")
-            if all(runner.options.capture == "startup" for runner in runners):
-                _warn_of_one_length(pipe, shape)
+            for runner in runners:
+                runner.insist_on_every_bucket(shape.prompt_length is None and not _PROMPTS & set(shape.inputs))
             _run(pipe, shape)
+            if all(runner.options.capture == "startup" and not runner.has_buckets for runner in runners):
+                _warn_of_one_length(pipe, shape)
             for runner in runners:
                 runner.shapes = list(dict.fromkeys([*runner.shapes, shape]))
     missing = [(entry.label, entry.refused or entry.lost or "evicted") for runner in runners for entry in runner.missing()]
@@ -65,13 +68,16 @@ def _run(pipe: Any, shape: CaptureShape) -> None:
     try:
         with torch.no_grad():
             pipe(**call_arguments(pipe, shape))
+            if shape.batch > 1 and not _PROMPTS & set(shape.inputs):
+                # Pipelines may tell the denoiser how many prompts there were: several pictures of one are another signature.
+                pipe(**call_arguments(pipe, shape, one_prompt=True))
     except (ShapeError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ShapeError(f"{type(pipe).__name__} refuses the capture shape {shape}: {error}") from error
 
 
-def call_arguments(pipe: Any, shape: CaptureShape) -> dict[str, Any]:
+def call_arguments(pipe: Any, shape: CaptureShape, one_prompt: bool = False) -> dict[str, Any]:
     """Keyword arguments for one short call of the pipeline at this shape, without decoding the picture.
 
     What the shape does not say is left to the pipeline's own defaults, as a real call would. Raises `ShapeError` for a field that
@@ -81,7 +87,7 @@ def call_arguments(pipe: Any, shape: CaptureShape) -> dict[str, Any]:
     wanted: dict[str, Any] = {"height": shape.height, "width": shape.width, "num_inference_steps": STEPS}
     if shape.num_frames is not None:
         wanted["num_frames"] = shape.num_frames
-    wanted.update(prompt_arguments(pipe, shape, accepted))
+    wanted.update(prompt_arguments(pipe, shape, accepted, one_prompt))
     wanted.update(shape.inputs)
     unknown = [name for name in wanted if name not in accepted]
     if unknown:

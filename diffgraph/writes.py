@@ -21,15 +21,28 @@ _WATCHED = sys.version_info >= (3, 12)
 
 
 class Writes:
-    """The writes to some dicts: `count()` gives another value after a write to any of them. It may do so without one."""
+    """The writes to some dicts: `count()` gives another value after a write to any of them. It may do so without one.
 
-    def __init__(self, dicts: list[dict[Any, Any]]) -> None:
+    Of those that are `sized`, it need not see a write that leaves the size as it was.
+    """
+
+    def __init__(self, dicts: list[dict[Any, Any]], sized: list[dict[Any, Any]] | None = None) -> None:
         self._dicts = dicts
+        self._sized = sized or []
         if _are_seen():
             _watch(dicts)
+            _watch(self._sized)
 
     def count(self) -> Any:
-        return _count(self._dicts) if _are_seen() else object()  # equal to nothing
+        if not _are_seen():
+            return object()  # equal to nothing
+        # Where each dict is asked, its size costs half of its version.
+        return _count(self._dicts) if _WATCHED else (_count(self._dicts), list(map(len, self._sized)))
+
+
+def versions(dicts: list[dict[Any, Any]]) -> list[int] | None:
+    """One number a dict: another one after each write to it, and another one for each dict. `None` where writes are not seen."""
+    return list(map(_dict_version, dicts)) if _are_seen() else None  # type: ignore[arg-type]
 
 
 _lock = threading.Lock()

@@ -1038,9 +1038,9 @@ def test_a_result_is_not_overwritten_by_the_next_replay():
     module, recording, first = captured(forward, x)
     with torch.no_grad():
         kept = copy.deepcopy(first)
-        second = recording.run([torch.randn(2, 3)])
+        second = recording.run(Call.of((torch.randn(2, 3),), {}, torch.device("cpu")))
         assert same_bits(first, kept) and not same_bits(second, first)
-        assert same_bits(recording.run([x]), module(x))
+        assert same_bits(recording.run(Call.of((x,), {}, torch.device("cpu"))), module(x))
     assert type(second) is Box and second.item is second.rest[0] and second.rest[1]["n"] == 2
 
 

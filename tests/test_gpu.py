@@ -1,6 +1,9 @@
 """What only CUDA can show. `make test-gpu` runs it."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -556,3 +559,37 @@ def test_a_hundred_evictions_and_a_thousand_replays_leave_memory_flat(cuda):
     assert torch.cuda.memory_allocated() <= flat[0]
     assert torch.cuda.memory_reserved() <= flat[1] + 2 * 2**20
     assert diffgraph.report(module).replays >= 1000
+
+
+ASYNC = """
+import torch, diffgraph
+module = diffgraph.accelerate_module(torch.nn.Linear(8, 8).cuda())
+x = torch.randn(2, 8, device="cuda")
+with torch.no_grad():
+    found = [module(x) for _ in range(4)]
+assert all(torch.equal(found[0], y) for y in found)
+print(diffgraph.report(module).reasons, diffgraph.report(module).captures)
+"""
+
+
+def test_another_allocator_is_refused(cuda):
+    allocator = "backend:cudaMallocAsync"
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": allocator, "PYTORCH_ALLOC_CONF": allocator}
+    done = subprocess.run([sys.executable, "-c", ASYNC], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("{'allocator': 4} 0")
+
+
+def test_weights_on_two_devices_run_eager(cuda):
+    class Split(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.here, self.there = torch.nn.Linear(8, 8, device=cuda), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.there(self.here(x).cpu()).to(cuda)
+
+    module = diffgraph.accelerate_module(Split().eval())
+    x = torch.randn(2, 8, device=cuda)
+    assert all(torch.equal(call(module, x), eager(module, x)) for _ in range(4))
+    assert diffgraph.report(module).reasons["multi_device"] == 4

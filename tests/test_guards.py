@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from _toys import SETTLED, accelerated, call, calls, eager, settle
+from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -40,15 +41,20 @@ class Toy(nn.Module):
         self.more = nn.ModuleList()
         self.named = nn.ModuleDict()
         self.factors = nn.ParameterDict()
+        self.other_factors = nn.ParameterDict({"a": nn.Parameter(torch.tensor(1.5))})
+        self.sequence = nn.Sequential()
+        self.unbiased = nn.Linear(8, 8, bias=False)
         self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
         self.register_buffer("shift", torch.ones(8), persistent=False)
         self.plain = torch.ones(8)
         self.flag = False
         self.list = [1.0]
+        self.tensors = [torch.tensor(1.0)]
         self.settings = {"inner": {"scale": 1.0}, "all": [(1.0, [1.0])]}
         self.state = SimpleNamespace(scale=1.0, inner=SimpleNamespace(scale=1.0))
         self.parts = [SimpleNamespace(scale=1.0)]
         self.empty = Empty()
+        self.config = FrozenDict(scale=1.0)
         self.ordered, self.queue = OrderedDict(a=1.0), deque([1.0])
 
     factor = 1.0
@@ -61,7 +67,8 @@ class Toy(nn.Module):
         x = self.linear(x) + self.shift * self.plain
         for layer in (*self.blocks, *self.more, *self.named.values()):
             x = layer(x)
-        for factor in self.factors.values():
+        x = self.unbiased(self.sequence(x)) * self.tensors[0]
+        for factor in (*self.factors.values(), *self.other_factors.values()):
             x = x * factor
         x = x * self.list[0] * self.settings["inner"]["scale"] * self.settings["all"][0][1][0]
         x = (
@@ -72,6 +79,7 @@ class Toy(nn.Module):
             * self.ordered["a"]
             * self.queue[0]
             * getattr(self.empty, "scale", 1.0)
+            * self.config.scale
         )
         return self.method(x * self.factor) + self.flag
 
@@ -112,7 +120,10 @@ CHANGES = {
     "an attribute of its object": (lambda m: setattr(m.state.inner, "scale", 2.0), "attributes_changed"),
     "an attribute of an object in a list": (lambda m: setattr(m.parts[0], "scale", 2.0), "attributes_changed"),
     "the first attribute of an object": (lambda m: setattr(m.empty, "scale", 2.0), "attributes_changed"),
+    "the configuration": (lambda m: setattr(m.config, "scale", 2.0), "attributes_changed"),
     "a tensor attribute": (lambda m: setattr(m, "plain", torch.full((8,), 2.0)), "attributes_changed"),
+    "a tensor attribute's memory": (lambda m: setattr(m.plain, "data", torch.full((8,), 2.0)), "attributes_changed"),
+    "the memory of a tensor in a list": (lambda m: setattr(m.tensors[0], "data", torch.tensor(2.0)), "attributes_changed"),
     "a tensor attribute's contents": (lambda m: m.plain.mul_(2), "replay"),
     "a buffer": (lambda m: m.register_buffer("shift", torch.zeros(8), persistent=False), "weights_changed"),
     "a buffer's contents": (lambda m: m.shift.mul_(2), "replay"),
@@ -126,6 +137,15 @@ CHANGES = {
     "a module in a dict that was empty": (lambda m: m.named.update({"a": nn.Tanh()}), "weights_changed"),
     "a parameter in a dict that was empty": (
         lambda m: m.factors.update({"a": nn.Parameter(torch.tensor(2.0))}),
+        "weights_changed",
+    ),
+    "a parameter in a dict that held others": (
+        lambda m: m.other_factors.update({"b": nn.Parameter(torch.tensor(2.0))}),
+        "weights_changed",
+    ),
+    "a layer in a sequence that was empty": (lambda m: m.sequence.append(nn.Tanh()), "weights_changed"),
+    "a bias where there was none": (
+        lambda m: setattr(m.unbiased, "bias", nn.Parameter(torch.ones(8))),
         "weights_changed",
     ),
     "a convolution's padding": (pad_around, "attributes_changed"),
@@ -146,6 +166,32 @@ def test_a_change_is_followed_of(change, reason):
     assert call(m, X) == reason
     assert not same_bits(before, eager(m, X)), "the change has no effect to see"
     assert calls(m, 3, X)[-1] == "replay"
+
+
+def test_weights_may_be_swapped_under_their_parameters():
+    """As `Module.to` does where it is told to, or the weights are quantised; it refuses where a weak reference is held."""
+    m = accelerated(Toy())
+    settle(m, X)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        m.to(torch.float64).to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert call(m, X) == "weights_changed"
+    assert calls(m, 3, X)[-1] == "replay"
+
+
+def test_a_sparse_weight_that_is_replaced_is_seen():
+    def forward(self, x):
+        return (self.sparse @ x.flatten(1).t()).t()
+
+    def eye(factor):
+        return nn.Parameter((torch.eye(256) * factor).to_sparse(), requires_grad=False)
+
+    m = accelerated(module_of(forward, sparse=eye(1.0)))
+    settle(m, X)
+    m.sparse = eye(2.0)
+    assert call(m, X) == "weights_changed"
 
 
 CLASSES = {

@@ -1,8 +1,15 @@
-"""How others failed at this (notes on public reports): what the user would have seen, once a case."""
+"""How others failed at this (notes on public reports): what the user would have seen, once a case.
+
+`ROWS` says which test stands for which report; some stand in other files.
+"""
 
 import copy
+import functools
+import gc
 import io
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +17,7 @@ from _toys import accelerated, call, calls, eager, flux, flux_pipe, settle
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
 from diffusers import FasterCacheConfig, FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers.guiders import SkipLayerGuidance
 from diffusers.hooks import LayerSkipConfig, apply_group_offloading, apply_layer_skip
 from diffusers.models import attention_dispatch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
@@ -342,6 +350,78 @@ def test_the_survivors_of_an_eviction_replay_right():
     assert call(t, **wider[1]) == "replay"
 
 
+class WithTables(torch.nn.Module):
+    """Keeps a table for each length, as rotary embeddings do, and may drop them all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.table = functools.lru_cache(lambda n: torch.arange(float(n))[:, None] * 0.1)
+
+    def forward(self, x):
+        return self.layer(x) + self.table(x.shape[0])
+
+
+def test_an_older_recording_is_right_when_the_models_tables_are_dropped():
+    module = accelerated(WithTables())
+    a, b = torch.randn(3, 8), torch.randn(5, 8)
+    for x in (a, b):
+        calls(module, 3, x)
+        assert call(module, x) == "replay"
+    module.table.cache_clear()
+    hog = [torch.full((n, 1), float("nan")) for n in (3, 5) for _ in range(100)]
+    assert call(module, a) == call(module, b) == "replay"
+    del hog
+
+
+def test_a_replay_is_right_after_much_garbage_and_allocation():
+    t, inputs = flux()
+    accelerated(t)
+    settle(t, **inputs)
+    for _ in range(3):
+        gc.collect()
+        hog = [torch.full((n,), float("nan")) for n in range(1, 2000, 3)]
+        assert call(t, **inputs) == "replay"
+        del hog
+
+
+def test_a_denoiser_with_a_weight_that_was_never_loaded_runs_eager():
+    """On the meta device, where some loaders leave what they do not find."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    module.spare = torch.nn.Linear(8, 8, device="meta")
+    module.forward = lambda x: module[0](x)
+    accelerated(module)
+    assert calls(module, 3, torch.randn(2, 8)) == ["offload"] * 3
+
+
+def test_a_guider_that_skips_layers_at_some_steps_gives_its_own_picture_at_each():
+    t, inputs = flux()
+    accelerated(t)
+    settle(t, **inputs)
+    config = LayerSkipConfig(indices=[0], fqn="transformer_blocks", skip_attention=True)
+    guider = SkipLayerGuidance(skip_layer_guidance_start=0.0, skip_layer_guidance_stop=0.5, skip_layer_config=config)
+    routes = []
+    for step in range(6):
+        guider.set_state(step=step, num_inference_steps=6, timestep=torch.tensor(500))
+        for _ in range(guider.num_conditions):  # the last of which may have the hooks
+            guider.prepare_models(t)
+            routes.append(call(t, **inputs))
+            guider.cleanup_models(t)
+    assert routes.count("hooks_changed") >= 2
+    assert routes[0] == "replay"
+    assert calls(t, 12, **inputs)[-1] == "replay"
+
+
+def test_weights_that_are_trained_no_more_are_seen():
+    """A matrix product is computed another way where a weight asks for gradients, even if none are recorded."""
+    t, inputs = flux()
+    accelerated(t)
+    settle(t, **inputs)
+    t.requires_grad_(False)
+    assert call(t, **inputs) == "weights_changed"
+    assert calls(t, 3, **inputs)[-1] == "replay"
+
+
 def test_no_room_for_graphs_means_eager_and_says_so():
     t, inputs = flux()
     accelerated(t, memory_limit=1024)
@@ -423,6 +503,24 @@ def test_copies_of_a_denoiser_are_plain_eager_ones():
     assert call(t, **inputs) == "replay"
 
 
+def test_a_saved_pipeline_loads_again_and_draws_the_same(tmp_path):
+    pipe = flux_pipe()
+    pipe.save_pretrained(tmp_path / "before")
+    diffgraph.accelerate_pipeline(pipe, poison=True)
+
+    def draw(p):
+        generator = torch.Generator().manual_seed(0)
+        return p("a cat", height=32, width=32, num_inference_steps=3, generator=generator, output_type="latent").images
+
+    picture = draw(pipe)
+    pipe.save_pretrained(tmp_path / "after")
+    before, after = ((tmp_path / name / "model_index.json").read_text() for name in ("before", "after"))
+    assert after == before
+    loaded = type(pipe).from_pretrained(tmp_path / "after")
+    assert same_bits(draw(loaded), picture)
+    assert same_bits(draw(pipe), picture)
+
+
 def test_a_saved_denoiser_loads_again(tmp_path):
     t, inputs = flux()
     keys = list(t.state_dict())
@@ -451,3 +549,74 @@ def test_a_signature_measured_slower_than_eager_is_demoted_and_its_memory_freed(
     assert report.signatures[0].reason == "not_faster"
     replay_ms[0] = 0.5
     settle(module, torch.randn(4, 8))
+
+
+# Who reported it, and which tests show that it does not happen here.
+ROWS = {
+    "stable-fast #143, #144; ComfyUI #5375: a LoRA switch has no effect": "test_the_picture_follows_when",
+    "diffusers #9279; sglang #32703: a LoRA loaded later is dropped": (
+        "test_the_picture_follows_when",
+        "test_an_unfused_lora_is_gone_and_a_fused_one_stays",
+    ),
+    "onediff #997: the IP-adapter's scale is frozen": "test_ip_adapters.test_the_adapters_scale_is_followed",
+    "sglang #36008: a flag toggled later is ignored": "test_guards.test_a_change_is_followed_of",
+    "sglang #23664; diffusers #4399: offload moves the weights": (
+        "test_a_picture_under_model_offload_is_right_each_time_and_the_runner_stays"
+    ),
+    "onediff #1017: to the CPU and back": (
+        "test_weights_that_were_moved_and_came_back_are_read_where_they_are",
+        "test_gpu.test_weights_moved_to_the_cpu_and_back_are_seen",
+    ),
+    "librediffusion #14: a parameter replaced by one of the same shape": "test_the_picture_follows_when",
+    "diffusers #7420, #8879; sglang #31852: an output is overwritten": "test_an_output_that_is_kept_survives_the_next_call",
+    "sglang #34183, #34210: a model's cache is dropped": (
+        "test_an_older_recording_is_right_when_the_models_tables_are_dropped",
+        "test_gpu.test_a_cache_that_the_model_keeps_is_never_overwritten",
+    ),
+    "sglang #30584, #37606: memory of breaks is reused": (
+        "test_a_replay_is_right_after_much_garbage_and_allocation",
+        "test_engine.test_what_is_read_lives_although_nobody_else_keeps_it",
+    ),
+    "vllm-omni #6457; pytorch #193402: evicting one breaks the rest": (
+        "test_the_survivors_of_an_eviction_replay_right",
+        "test_gpu.test_eviction_leaves_the_survivors_right_and_memory_flat",
+    ),
+    "stable-fast #22: a pool outlives its graphs": "test_graphs_can_be_made_again_after_restoring",
+    "sglang #33885, #36485: the real call misses what start-up recorded": (
+        "test_door.test_a_capture_shape_comes_true_in_the_real_call"
+    ),
+    "sglang #33989: a huge dead argument": "test_a_huge_argument_costs_no_more_than_its_refusal",
+    "sglang #34929; pytorch #91302: a host tensor built in the forward": (
+        "test_gpu.test_ops_that_cannot_be_recorded_become_breaks",
+        "test_gpu.test_a_staging_buffer_is_copied_as_it_was_and_the_models_own_as_it_is",
+    ),
+    "sglang #34182: an error while replaying": "test_an_error_in_a_break_at_replay_still_gives_the_picture",
+    "unsloth #10537: graphs survive running out of memory": (
+        "test_guards.test_out_of_memory_anywhere_still_gives_the_picture",
+        "test_gpu.test_running_out_of_memory_during_capture_gives_the_eager_result",
+    ),
+    "diffusers #7851, #12104: concurrent calls": "test_threads.test_threads_with_two_signatures_each_get_their_own_picture",
+    "unsloth; pytorch #193982: another thread's event query": "test_gpu.test_other_threads_work_while_a_capture_is_open",
+    "diffusers #2709, #5617: saving a wrapped pipe": "test_a_saved_pipeline_loads_again_and_draws_the_same",
+    "nunchaku #729: deepcopy crashes": "test_copies_of_a_denoiser_are_plain_eager_ones",
+    "diffusers #11766: isinstance and adapters break": "test_ownership.test_an_accelerated_denoiser_looks_like_itself",
+    "xDiT #717; sglang #34242: step caches off or baked": "test_a_denoiser_runs_eager_while_it_is",
+    "ACE-Step #613: random numbers after a failure": "test_gpu.test_a_failed_capture_leaves_the_device_usable",
+    "Protenix #285; sglang #36470: slower than eager": (
+        "test_a_signature_measured_slower_than_eager_is_demoted_and_its_memory_freed",
+        "test_gpu.test_a_forward_too_small_to_gain_is_demoted",
+    ),
+    "KJNodes #142; ComfyUI #16002: cudaMallocAsync aborts": "test_gpu.test_another_allocator_is_refused",
+    "accelerate #2592: parameters on two devices": (
+        "test_a_denoiser_with_a_weight_that_was_never_loaded_runs_eager",
+        "test_gpu.test_weights_on_two_devices_run_eager",
+    ),
+}
+
+
+@pytest.mark.parametrize("tests", ROWS.values(), ids=ROWS)
+def test_each_report_has_its_test(tests):
+    for name in [tests] if isinstance(tests, str) else tests:
+        file, _, function = name.rpartition(".")
+        text = (Path(__file__).parent / f"{file or 'test_known_failures'}.py").read_text()
+        assert re.search(rf"^def {function}\(", text, re.MULTILINE), f"no test {name}"

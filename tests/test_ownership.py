@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import sys
 import weakref
 
 import pytest
@@ -203,3 +204,71 @@ def test_eager_backend_keeps_every_rule_and_records_nothing():
     assert call(t, **inputs) == "weights_changed"
     assert diffgraph.report(t).memory_bytes == 0
     assert same_bits(eager(t, **inputs), eager(t, **inputs))
+
+
+COMPILED_LATER = {
+    "torch.compile(denoiser)": lambda pipe: setattr(pipe, "transformer", torch.compile(pipe.transformer, backend="eager")),
+    "denoiser.compile()": lambda pipe: pipe.transformer.compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("compile_it", COMPILED_LATER.values(), ids=COMPILED_LATER)
+def test_a_denoiser_compiled_after_accelerating_is_told_and_can_be_restored(compile_it):
+    pipe = diffgraph.accelerate_pipeline(flux_pipe(), poison=True)
+    t, inputs = pipe.transformer, flux()[1]
+    settle_pipe(pipe, inputs)
+    plain = eager_of(pipe, t, inputs)
+    compile_it(pipe)
+    with torch.no_grad():
+        assert same_bits(pipe.transformer(**inputs), plain)
+    report = diffgraph.report(pipe)
+    assert report.bypassed == ["transformer"]
+    assert "was compiled after it was accelerated" in str(report)
+    diffgraph.restore_pipeline(pipe)
+    with pytest.raises(diffgraph.NotAcceleratedError):
+        diffgraph.report(pipe)
+    diffgraph.accelerate_pipeline(pipe, poison=True)
+    settle_pipe(pipe, inputs)
+    assert diffgraph.report(pipe).bypassed == []
+
+
+def settle_pipe(pipe, inputs):
+    with torch.no_grad():
+        for _ in range(4):
+            pipe.transformer(**inputs)
+    assert diffgraph.report(pipe).replays > 0
+
+
+def eager_of(pipe, t, inputs):
+    with torch.no_grad(), diffgraph.paused(pipe):
+        return t(**inputs)
+
+
+def test_accelerating_again_after_the_denoiser_was_compiled_records_the_compiled_one():
+    pipe = diffgraph.accelerate_pipeline(flux_pipe(), poison=True)
+    inputs = flux()[1]
+    settle_pipe(pipe, inputs)
+    pipe.transformer.compile(backend="eager")
+    diffgraph.accelerate_pipeline(pipe, poison=True)
+    settle_pipe(pipe, inputs)
+    assert diffgraph.report(pipe).bypassed == []
+    diffgraph.restore_pipeline(pipe)
+    assert vars(pipe.transformer)["_compiled_call_impl"] is not None
+
+
+COMPILED_BEFORE = {
+    "whole": lambda t: t.compile(backend="eager"),
+    "by its blocks": lambda t: [block.compile(backend="eager") for block in t.transformer_blocks],
+}
+
+
+@pytest.mark.parametrize("compile_it", COMPILED_BEFORE.values(), ids=COMPILED_BEFORE)
+def test_a_denoiser_compiled_before_accelerating_is_recorded_without_noise(compile_it, monkeypatch):
+    t, inputs = flux()
+    compile_it(t)
+    accelerated(t)
+    noise = []
+    monkeypatch.setattr(sys, "unraisablehook", noise.append)
+    settle(t, **inputs)
+    assert not noise
+    assert diffgraph.report(t).signatures[0].breaks == 2  # attention, still

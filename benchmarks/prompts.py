@@ -1,0 +1,153 @@
+"""What a prompt bucket costs and changes: one denoiser call with the prompt padded to its bucket, beside its exact length."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from math import log10
+from statistics import median
+from typing import Any
+
+import torch
+
+import diffgraph
+from benchmarks import _cli
+from benchmarks._calls import DenoiserCall, inputs
+from benchmarks._measure import call_ms, release
+from benchmarks._results import Results, Row
+from benchmarks._table import table
+from diffgraph.compare import same_bits
+from diffgraph.families import rule_of
+from diffgraph.prompts import PromptBuckets
+
+LENGTHS = (20, 40, 64, 70, 100, 130, 190, 200, 270, 330, 400, 520, 600, 726, 850, 1000)
+COLUMNS = {
+    "family": "family",
+    "shape": "shape",
+    "rows": "length",
+    "bucket": "bucket",
+    "eager ms": "eager_ms",
+    "exact ms": "exact_ms",
+    "bucket ms": "ms",
+    "cost %": "cost",
+    "difference": "difference",
+    "bit-equal": "equal",
+    "eager, masked": "masked",
+    "PSNR dB": "psnr",
+}
+
+
+class Case:
+    """One family at one shape: what its calls take, and give, for a prompt of each length."""
+
+    def __init__(self, pipe: Any, family: str, shape: str, options: argparse.Namespace) -> None:
+        self.pipe, self.family, self.shape = pipe, family, shape
+        self.options = options
+
+    def row(self, length: int) -> Row:
+        call = self._call(length)
+        eager = call()
+        exact_ms, _ = self._measured(call, None)
+        bucket_ms, found = self._measured(call, "auto")
+        again_ms, _ = self._measured(call, None)
+        exact = median([*exact_ms, *again_ms])
+        row = {"what": "prompt", "family": self.family, "shape": f"{self.shape}@prompt={length}", "mode": "breakable"}
+        row |= {"length": length, "bucket": self._bucket(call), "ms": median(bucket_ms), "exact_ms": exact}
+        row |= {"eager_ms": median(call_ms(call, 3, call.device)), "cost": 100 * (median(bucket_ms) / exact - 1)}
+        row |= {"difference": _distance(found, eager), "equal": same_bits(found, eager), "masked": self._masked(call, eager)}
+        return row | {"psnr": self._psnr(length) if self.options.steps else None}
+
+    def _call(self, length: int) -> DenoiserCall:
+        given = inputs(self.pipe, self.family, self.shape, prompt_length=length)
+        seen: list[DenoiserCall] = []
+
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            seen.append(DenoiserCall(module, args, dict(kwargs)))
+
+        module = self.pipe.transformer
+        hook = module.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            self.pipe(**given, num_inference_steps=2, output_type="latent")
+        finally:
+            hook.remove()
+        return seen[0]
+
+    def _measured(self, call: DenoiserCall, buckets: Any) -> tuple[list[float], Any]:
+        diffgraph.accelerate_pipeline(self.pipe, prompt_buckets=buckets, verify=False)
+        try:
+            for _ in range(4):
+                found = call()
+            times = call_ms(call, self.options.repeats, call.device)
+            if diffgraph.report(self.pipe).captures != 1:
+                raise RuntimeError(f"not replayed: {diffgraph.report(self.pipe).reasons}")
+            return times, found
+        finally:
+            diffgraph.restore_pipeline(self.pipe)
+            release()
+
+    def _bucket(self, call: DenoiserCall) -> int:
+        padded = PromptBuckets.of(call.module, diffgraph.options.Options(), ()).padded((), call.kwargs)  # type: ignore[union-attr]
+        return padded.prompt.buckets[0]  # type: ignore[union-attr]
+
+    def _masked(self, call: DenoiserCall, eager: Any) -> float | None:
+        """How far eager itself moves when the same prompt is padded to the bucket under a mask: another shape of matrices."""
+        names = {"encoder_hidden_states", "encoder_hidden_states_mask"}
+        if not names & set(call.kwargs) or self.family != "qwen_image":
+            return None
+        text = call.kwargs["encoder_hidden_states"]
+        mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        given = {**call.kwargs, "encoder_hidden_states_mask": mask}
+        changed = rule_of(call.module).resized(given, (self._bucket(call),))  # type: ignore[union-attr]
+        return _distance(call.module(*call.args, **{**given, **changed}), eager)
+
+    def _psnr(self, length: int) -> float:
+        """Of the final latents of a whole call, against eager's."""
+        want = self._latents(length)
+        diffgraph.accelerate_pipeline(self.pipe)
+        try:
+            self._latents(length)
+            return psnr(self._latents(length), want)
+        finally:
+            diffgraph.restore_pipeline(self.pipe)
+            release()
+
+    def _latents(self, length: int) -> torch.Tensor:
+        given = inputs(self.pipe, self.family, self.shape, prompt_length=length)
+        return self.pipe(**given, num_inference_steps=self.options.steps, output_type="latent")[0]
+
+
+def psnr(found: torch.Tensor, want: torch.Tensor) -> float:
+    """In dB, over the range of `want`; 200 where they are equal."""
+    error = float((found.double() - want.double()).square().mean())
+    return 200.0 if error == 0 else 20 * log10(float(want.double().max() - want.double().min())) - 10 * log10(error)
+
+
+def _distance(found: Any, want: Any) -> float:
+    return float((found[0].double() - want[0].double()).norm() / want[0].double().norm())
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _cli.parser(__doc__)
+    parser.add_argument("--families", type=_cli.families, default=["qwen_image"])
+    parser.add_argument("--shape", help="default: 512x512, tiny 64x64")
+    parser.add_argument("--lengths", type=lambda text: [int(word) for word in _cli.words(text)], default=list(LENGTHS))
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=0, help="compare whole calls of so many steps, too")
+    options = parser.parse_args(argv)
+    results, rows = Results(options.out, options.device), []
+    for family in options.families:
+        shape = options.shape or ("512x512" if options.size == "full" else "64x64")
+        case = Case(_cli.build(family, options), family, shape, options)
+        for length in options.lengths:
+            rows.append(case.row(length))
+            results.add(rows[-1:])
+        release()
+    print(f"{results.head['machine']}, {results.head['versions']}")
+    print(table(rows, COLUMNS))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

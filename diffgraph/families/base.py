@@ -1,0 +1,63 @@
+"""What a rule for prompt buckets has to tell."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from diffgraph.padding import Padding
+
+Lengths = tuple[int, ...]
+
+
+class PromptRule(ABC):
+    """How the forward of one family of denoisers takes prompts that are padded up to a bucket.
+
+    Calls are given as their arguments by name.
+    """
+
+    #: Whether padded rows are left out in attention, which then has to be a break.
+    drops_rows = True
+
+    def fits(self, module: torch.nn.Module, kind: type) -> bool:
+        """Whether this module, of diffusers' class `kind`, is built as the rule takes for granted."""
+        return True
+
+    @abstractmethod
+    def lengths(self, given: Mapping[str, Any]) -> Lengths | None:
+        """The rows of each prompt in a call; `None` for a call to which the rule does not apply."""
+
+    @abstractmethod
+    def buckets(self, lengths: Lengths, sizes: Sequence[int]) -> Lengths | None:
+        """The bucket of each prompt, out of the `sizes` that the user wants; `None` if one is too long."""
+
+    @abstractmethod
+    def resized(self, given: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
+        """The arguments that change when the prompts get these lengths, filled up with zeros or cut."""
+
+    @abstractmethod
+    def every(self, lengths: Lengths, sizes: Sequence[int]) -> list[Lengths]:
+        """The buckets of all prompts that might come instead of these, largest first."""
+
+    @abstractmethod
+    def placed(self, module: torch.nn.Module, padding: Padding) -> AbstractContextManager[Any]:
+        """Inside, a forward of this thread, recorded or not, takes the padded rows for what they are."""
+
+
+def bucket_of(length: int, sizes: Sequence[int]) -> int | None:
+    return next((size for size in sizes if size >= length), None)
+
+
+def rows(tensor: torch.Tensor, length: int, dim: int, *, before: bool = False) -> torch.Tensor:
+    """`tensor` with `length` rows along `dim`: cut, or filled up with zeros (`False`), behind or `before` the others."""
+    missing = length - tensor.shape[dim]
+    if missing <= 0:
+        return tensor if missing == 0 else tensor.narrow(dim, 0, length)
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    filling = tensor.new_zeros(shape)
+    return torch.cat([filling, tensor] if before else [tensor, filling], dim)

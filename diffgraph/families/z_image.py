@@ -1,0 +1,69 @@
+"""Z-Image pads each caption to a multiple of 32 rows with a learned token, which attention sees. (Read in diffusers 0.42.)
+
+So a caption may be padded inside its block of 32, if the rows that are added become that token, and no further. Which rows those
+are is the one thing in the forward that the length decides: the mask of a `torch.where` between the token and the caption's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from diffgraph.families.base import Lengths, PromptRule, rows
+from diffgraph.padding import Padding
+from diffgraph.recorder import eager_on_graph
+
+_BLOCK = 32
+_LONGEST = 512  # captions that the pipeline makes unless told otherwise
+
+
+class ZImage(PromptRule):
+    drops_rows = False
+
+    def lengths(self, given: Mapping[str, Any]) -> Lengths | None:
+        captions = given.get("cap_feats")
+        flat = isinstance(captions, list) and captions and all(isinstance(c, torch.Tensor) and c.dim() == 2 for c in captions)
+        if not flat or given.get("siglip_feats") is not None or given.get("image_noise_mask") is not None:
+            return None
+        found = tuple(caption.shape[0] for caption in captions)  # type: ignore[union-attr]
+        return found if all(found) else None
+
+    def buckets(self, lengths: Lengths, sizes: Sequence[int]) -> Lengths:
+        return tuple(-(-length // _BLOCK) * _BLOCK for length in lengths)
+
+    def resized(self, given: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
+        pairs = zip(given["cap_feats"], lengths, strict=True)
+        return {"cap_feats": [rows(caption, length, 0) for caption, length in pairs]}
+
+    def every(self, lengths: Lengths, sizes: Sequence[int]) -> list[Lengths]:
+        """The longest captions of a call are the prompt's; shorter ones beside them, the negative prompt's, stay as they are."""
+        now, longest = self.buckets(lengths, sizes), max(lengths)
+        blocks = range(_LONGEST, 0, -_BLOCK)
+        return [tuple(size if n == longest else own for n, own in zip(lengths, now, strict=True)) for size in blocks]
+
+    def placed(self, module: torch.nn.Module, padding: Padding) -> AbstractContextManager[Any]:
+        return _LiveMask(module.cap_pad_token, padding)
+
+
+class _LiveMask(TorchFunctionMode):
+    """Says of each caption row whether it is padding by the lengths of the call that runs, not by those that were recorded."""
+
+    def __init__(self, token: Any, padding: Padding) -> None:
+        super().__init__()
+        self._token = token
+
+        @eager_on_graph
+        def is_padding(device: torch.device) -> torch.Tensor:
+            captions = zip(padding.buckets, padding.lengths, strict=True)
+            return torch.cat([torch.arange(bucket, device=device) >= length for bucket, length in captions]).unsqueeze(-1)
+
+        self._is_padding = is_padding
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.where and len(args) == 3 and args[1] is self._token:
+            args = (self._is_padding(args[0].device), *args[1:])
+        return func(*args, **(kwargs or {}))
