@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import diffusers
 
+from diffgraph.families import RULES
 from support.cases import Case, all_cases, classes
 from support.check import Found, check
 
@@ -66,7 +67,8 @@ def row(case: Case, found: Found) -> str:
 
 
 def buckets(case: Case, found: Found) -> str:
-    return "yes" if found.buckets else "exact" if case.prompt.startswith("any") else ""
+    """How prompts of several lengths share the recording, where it was made for that."""
+    return RULES[case.cls].about if found.buckets else "exact" if case.prompt.startswith("any") else ""
 
 
 def verdict(case: Case, found: Found) -> str:

@@ -255,7 +255,7 @@ def test_a_class_of_ones_own_with_another_forward_has_no_rule():
 
 def test_a_rule_that_is_wrong_is_found_out(monkeypatch):
     """Padded rows that are attended after all change the result by more than rounding."""
-    monkeypatch.setattr(families._RULES["QwenImageTransformer2DModel"], "placed", lambda *_: nullcontext())
+    monkeypatch.setattr(families.RULES["QwenImageTransformer2DModel"], "placed", lambda *_: nullcontext())
     module, call = qwen(), qwen_call(9)
     with torch.no_grad():
         want = module(**call)[0]

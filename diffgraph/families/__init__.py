@@ -10,7 +10,7 @@ from diffgraph.families.qwen_image import QwenImage
 from diffgraph.families.text_first import TextFirst
 from diffgraph.families.z_image import ZImage
 
-_RULES: dict[str, PromptRule] = {
+RULES: dict[str, PromptRule] = {
     "QwenImageTransformer2DModel": QwenImage(
         "encoder_hidden_states", mask="encoder_hidden_states_mask", absent=("txt_seq_lens",)
     ),
@@ -23,8 +23,8 @@ _RULES: dict[str, PromptRule] = {
 def rule_of(module: torch.nn.Module) -> PromptRule | None:
     """The rule for this denoiser, if its forward is the one that the rule was written for."""
     for kind in type(module).__mro__:
-        if kind.__module__.startswith("diffusers.") and kind.__name__ in _RULES:
+        if kind.__module__.startswith("diffusers.") and kind.__name__ in RULES:
             own = getattr(type(module), "forward", None) is getattr(kind, "forward", None)
-            rule = _RULES[kind.__name__]
+            rule = RULES[kind.__name__]
             return rule if own and rule.fits(module, kind) else None
     return None

@@ -20,6 +20,7 @@ class PromptRule(ABC):
     Calls are given as their arguments by name.
     """
 
+    about = "shared"  # in a word, for tables
     #: Whether padded rows are left out in attention, which then has to be a break.
     drops_rows = True
 

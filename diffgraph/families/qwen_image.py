@@ -33,6 +33,12 @@ class QwenImage(TextFirst):
             raise CaptureError(f"the text's positions were looked up {cut.made} times, where the prompt rule expects one")
 
 
+@eager_on_graph
+def text_positions(table: torch.Tensor, start: int, padding: Padding) -> torch.Tensor:
+    rows = torch.arange(start - padding.rows, start - padding.rows + padding.buckets[0], device=table.device)
+    return table.index_select(0, rows.clamp_(min=0))
+
+
 class _LiveCut(TorchFunctionMode):
     """Cuts the text's rows out of the table of positions by the length of the call that runs, not by the recorded one."""
 
@@ -41,17 +47,10 @@ class _LiveCut(TorchFunctionMode):
         self._positions, self._padding = positions, padding
         self.made = 0
 
-        @eager_on_graph
-        def cut(table: torch.Tensor, start: int) -> torch.Tensor:
-            rows = torch.arange(start - padding.rows, start - padding.rows + padding.buckets[0], device=table.device)
-            return table.index_select(0, rows.clamp_(min=0))
-
-        self._cut = cut
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and self._is_text(*args):
             self.made += 1
-            return self._cut(args[0], args[1][0].start)
+            return text_positions(args[0], args[1][0].start, self._padding)
         return func(*args, **(kwargs or {}))
 
     def _is_text(self, table: torch.Tensor, key: Any) -> bool:
