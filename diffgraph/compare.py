@@ -14,8 +14,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two outputs have the same containers and the same bits, NaN's included."""
-    a_leaves, a_spec = flatten(a)
-    b_leaves, b_spec = flatten(b)
+    a_leaves, a_spec = flatten(a, objects=True)
+    b_leaves, b_spec = flatten(b, objects=True)
     return a_spec == b_spec and all(map(_same_leaf, a_leaves, b_leaves))
 
 

@@ -21,6 +21,7 @@ from torch.utils._device import DeviceContext
 
 from diffgraph.capture import Recording, capture, padded_forward
 from diffgraph.compare import close, same_bits
+from diffgraph.containers import can_follow, same_containers
 from diffgraph.current import foreign_capture, open_recorder
 from diffgraph.devices import SUPPORTED, Pool
 from diffgraph.entry import PAYS_AFTER, Entry
@@ -35,7 +36,7 @@ from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused, Signature
 from diffgraph.tensors import tensors_in
 from diffgraph.traffic import asked_shape
-from diffgraph.tree import flatten
+from diffgraph.tree import containers, flatten, unflatten
 
 logger = logging.getLogger("diffgraph")
 
@@ -308,20 +309,20 @@ class Runner:
 
     def _warm_up(self, visit: Visit) -> Any:
         """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
-        module, args, kwargs, _, entry, pool = visit
+        module, args, kwargs, call, entry, pool = visit
         self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
         fingerprint = self._fingerprint
         state = fingerprint.state_versions() if fingerprint is not None else []
         before, spec = flatten((args, kwargs), objects=True)
-        given = _contents(before)
+        given, held = _contents(before), containers((args, kwargs))
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
         after, spec_after = flatten((args, kwargs), objects=True)
-        changed_arguments = (
-            spec != spec_after
-            or any(a is not b for a, b in zip(before, after, strict=True))
-            or not same_bits(given, _contents(before))
-        )
+        changed_containers = spec != spec_after or any(a is not b for a, b in zip(before, after, strict=True))
+        followed = can_follow(spec, spec_after) and same_containers(held, containers((args, kwargs)))
+        if call.prompt is not None and call.prompt.is_padded and changed_containers:
+            followed = False  # they would be given what belongs to the padded prompt
+        changed_arguments = not followed or not same_bits(given, _contents(before))
         with pool.lock:
             if changed_arguments or not pool.replayable_rng(rng):
                 self._drop(entry, refused=Reason.SIDE_EFFECTS)
@@ -332,6 +333,8 @@ class Runner:
             else:
                 entry.seen += 1
         if self._insisting and entry.recording is None and entry.refused is None:
+            if changed_containers:
+                args, kwargs = unflatten(spec, before)  # as they were
             return self._recorded(module, args, kwargs)
         return output
 
@@ -391,6 +394,7 @@ class Runner:
                 self._drop(entry, refused=wrong)
                 raise Refused(wrong)
         self._count(Route.CAPTURE)
+        recording.follow(visit.args, visit.kwargs)
         if recording.unused_breaks:
             names = ", ".join(map(repr, recording.unused_breaks))
             text = f"diffgraph: breaks names {names}, which the forward never called (under that name): recorded without a break"
@@ -419,7 +423,7 @@ class Runner:
 
     def _wrong_padding(self, visit: Visit, recording: Recording, output: Any) -> Reason | None:
         """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
-        if recording.wrote_inputs:
+        if recording.wrote_inputs or recording.left is not None:
             return Reason.SIDE_EFFECTS
         if self.options.verify and not close(output, self._eager(visit.module, visit.args, visit.kwargs)):
             return Reason.VERIFY_FAILED
@@ -432,6 +436,7 @@ class Runner:
         if not entry.trusted and self.options.verify:
             return self._verify(visit, recording)
         output = self._run(entry, recording, visit.call)
+        recording.follow(visit.args, visit.kwargs)
         self._note_replay(entry, recording)
         return output
 
@@ -449,7 +454,9 @@ class Runner:
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
             self._drop(entry, refused=Reason.CAPTURE_FAILED)
-            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5)
+            warnings.warn(
+                f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5
+            )
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
 
     def _verify(self, visit: Visit, recording: Recording) -> Any:
@@ -460,7 +467,8 @@ class Runner:
         if rng is not None:
             pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
-        reason = self._distrust(visit, recording, self._is_same(visit, replayed, output), replay_ms, eager_ms)
+        same = self._is_same(visit, replayed, output) and recording.did(args, kwargs)
+        reason = self._distrust(visit, recording, same, replay_ms, eager_ms)
         if reason is None:
             entry.trusted, entry.doubted = True, False
             self._note_replay(entry, recording)
@@ -508,6 +516,7 @@ class Runner:
             if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms or recording.draws:
                 return False
             _, again = recording.pool.timed(lambda: recording.run(call))
+            recording.left = None
             replay_ms = replay_ms if again is None else min(replay_ms, again)
         return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
 from diffgraph.signature import Call, layout
-from diffgraph.tree import Spec, unflatten
+from diffgraph.tree import Spec, flatten, unflatten
 
 
 class StaticInputs:
@@ -41,6 +42,12 @@ class StaticInputs:
     def position(self, leaf: Any) -> int | None:
         """Where in a call's leaves this very static input stands; `None` for anything else."""
         return next((at for at, tensor in zip(self._at, self.tensors, strict=True) if tensor is leaf), None)
+
+    def changed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec] | None:
+        """What the containers of `call` hold now, flattened, when a forward has changed them."""
+        leaves, spec = flatten((args, kwargs), objects=True)
+        same = spec == self._spec and all(map(operator.is_, leaves, self._leaves))
+        return None if same else (leaves, spec)
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments over the static buffers, in containers of their own."""

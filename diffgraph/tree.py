@@ -37,9 +37,7 @@ def _flatten(obj: Any, leaves: list[Any], room: list[int] | None, objects: bool)
         room[0] -= 1
         if room[0] < 0 or (type(obj) in _BUILT_IN and len(obj) > room[0]):
             raise TooManyLeaves
-    parts = _parts(obj)
-    if parts is None and objects and _holds_all_in_attributes(type(obj)):
-        parts = type(obj), tuple(vars(obj)), vars(obj).values()
+    parts = _parts(obj) or (_parts_of_object(obj) if objects else None)
     if parts is None:
         leaves.append(obj)
         return LEAF
@@ -60,6 +58,21 @@ def _parts(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
         names = tuple(f.name for f in dataclasses.fields(kind) if hasattr(obj, f.name))
         return kind, names, [getattr(obj, name) for name in names]
     return None
+
+
+def _parts_of_object(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
+    return (type(obj), tuple(vars(obj)), vars(obj).values()) if _holds_all_in_attributes(type(obj)) else None
+
+
+def containers(obj: Any) -> dict[tuple[Any, ...], Any]:
+    """The containers inside `obj`, diffusers' plain objects too, by the names and positions that lead to them."""
+    found: dict[tuple[Any, ...], Any] = {}
+    parts = _parts(obj) or _parts_of_object(obj)
+    for name, value in zip(parts[1] or range(len(parts[2])), parts[2], strict=True) if parts is not None else ():
+        if _parts(value) is not None or _parts_of_object(value) is not None:
+            found[name,] = value
+            found |= {(name, *path): inner for path, inner in containers(value).items()}
+    return found
 
 
 @functools.cache
