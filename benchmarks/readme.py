@@ -27,7 +27,7 @@ NAMES = {
 
 def filled(text: str) -> str:
     """The README's text with what stands between each pair of markers made anew."""
-    for name, made in (("benchmarks", measured()), ("reasons", reasons())):
+    for name, made in (("benchmarks", measured()), ("prompts", prompts()), ("reasons", reasons())):
         block = f"<!-- {name} -->\n{made}\n<!-- end of {name} -->"
         text = re.sub(rf"<!-- {name} -->(.*?<!-- end of {name} -->)?", lambda _, b=block: b, text, count=1, flags=re.DOTALL)
     return text
@@ -35,6 +35,22 @@ def filled(text: str) -> str:
 
 def reasons() -> str:
     return "\n".join(["| reason | meaning |", "|---|---|", *(f"| `{r}` | {r.meaning} |" for r in Reason)])
+
+
+def prompts() -> str:
+    """What buckets cost and change, measured."""
+    data, rows = read(RESULTS)
+    rows = sorted((r for r in rows.values() if r["what"] == "prompt"), key=lambda r: r["length"])
+    if not rows:
+        return ""
+    exact = [r for r in rows if r["equal"]]
+    others = ", ".join(f"{r['length']} ({r['difference']:.3f})" for r in rows if not r["equal"])
+    return (
+        f"Measured on {data['machine']}, Qwen-Image in bf16 at 512×512, prompts of {rows[0]['length']} to {rows[-1]['length']} "
+        f"rows: a bucket costs {_span(r['cost'] for r in rows)} % of a call over the exact length. {len(exact)} of {len(rows)} lengths "
+        f"have eager's bits; the relative difference of the others: {others or 'none'}. (Padded under a mask, as pipelines pad, "
+        f"eager itself moves by {_span((r['masked'] for r in rows if r['masked']), 3)}.)"
+    )
 
 
 def measured() -> str:
