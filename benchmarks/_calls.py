@@ -11,7 +11,7 @@ import torch
 import pipelines
 from diffgraph import CaptureShape
 from diffgraph.compare import same_bits
-from diffgraph.pipeline import DENOISERS
+from diffgraph.components import DENOISERS
 from diffgraph.tree import flatten, unflatten
 
 

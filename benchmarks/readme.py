@@ -47,9 +47,9 @@ def prompts() -> str:
     others = ", ".join(f"{r['length']} ({r['difference']:.3f})" for r in rows if not r["equal"])
     return (
         f"Measured on {data['machine']}, Qwen-Image in bf16 at 512×512, prompts of {rows[0]['length']} to {rows[-1]['length']} "
-        f"rows: a bucket costs {_span(r['cost'] for r in rows)} % of a call over the exact length. {len(exact)} of {len(rows)} lengths "
-        f"have eager's bits; the relative difference of the others: {others or 'none'}. (Padded under a mask, as pipelines pad, "
-        f"eager itself moves by {_span((r['masked'] for r in rows if r['masked']), 3)}.)"
+        f"rows: a bucket costs {_span(r['cost'] for r in rows)} % of a call over the exact length. {len(exact)} of {len(rows)} "
+        f"lengths have eager's bits; the relative difference of the others: {others or 'none'}. (Padded under a mask, as "
+        f"pipelines pad, eager itself moves by {_span((r['masked'] for r in rows if r['masked']), 3)}.)"
     )
 
 

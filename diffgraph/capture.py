@@ -95,7 +95,7 @@ class Recording:
     ) -> None:
         """`changed`: what the forward left in the containers that it was given."""
         left, self.left_spec = (None, None) if changed is None else changed
-        leaves, self._spec = flatten((output, left))
+        leaves, self._spec = flatten((output, left), objects=True)
         self._given = list(map(self.inputs.position, leaves))
         made: dict[int, Any] = {}
         for leaf in leaves:
@@ -168,7 +168,7 @@ def capture(
             padded(module, call, recording.padding),
             record(sequence, weights=weights, inputs=inputs.tensors, whole=whole, break_ops=break_ops) as recorder,
         ):
-            output = map_leaves(_settled, forward(*args, **kwargs))
+            output = map_leaves(_settled, forward(*args, **kwargs), objects=True)
             changed = inputs.changed(args, kwargs)
             _check_outputs((output, changed and changed[0]))
         recording.wrote_inputs = bool(recorder.written)
@@ -201,7 +201,7 @@ def _settled(leaf: Any) -> Any:
 
 
 def _check_outputs(output: Any) -> None:
-    for leaf in flatten(output)[0]:
+    for leaf in flatten(output, objects=True)[0]:
         if isinstance(leaf, torch.Tensor) and not has_plain_memory(leaf):
             raise CaptureError(f"the forward returned a {describe(leaf)}; accepted: plain dense tensors")
         if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):

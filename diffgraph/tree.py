@@ -77,10 +77,12 @@ def containers(obj: Any) -> dict[tuple[Any, ...], Any]:
 
 @functools.cache
 def _holds_all_in_attributes(kind: type) -> bool:
-    """Whether an object of this class is diffusers' and no more than its attributes, so that one with equal ones is as good."""
-    if kind.__module__.partition(".")[0] != "diffusers" or not kind.__dictoffset__ or kind.__new__ is not object.__new__:
+    """Whether an object of this class is diffusers' (or a cache of transformers') and no more than its attributes, so that one
+    with equal ones is as good."""
+    known = kind.__module__.partition(".")[0] == "diffusers" or kind.__module__ == "transformers.cache_utils"
+    if not known or not kind.__dictoffset__ or kind.__new__ is not object.__new__:
         return False
-    return not any("__call__" in vars(base) or "__slots__" in vars(base) for base in kind.__mro__[:-1])
+    return not any("__call__" in vars(base) or vars(base).get("__slots__") for base in kind.__mro__[:-1])
 
 
 def unflatten(spec: Spec, leaves: list[Any]) -> Any:
@@ -118,7 +120,7 @@ def _make_dataclass(kind: type, values: dict[str, Any]) -> Any:
     return made
 
 
-def map_leaves(fn: Callable[[Any], Any], obj: Any) -> Any:
+def map_leaves(fn: Callable[[Any], Any], obj: Any, *, objects: bool = False) -> Any:
     """`obj` with `fn` applied to each leaf."""
-    leaves, spec = flatten(obj)
+    leaves, spec = flatten(obj, objects=objects)
     return unflatten(spec, [fn(leaf) for leaf in leaves])

@@ -28,7 +28,7 @@ def test_the_committed_results_are_complete_and_equal_to_eager(path):
     data, _ = readme.read(path)
     assert set(data) == {"machine", "versions", "rows"}
     for row in data["rows"]:
-        if row["what"] == "prompt":  # another matrix shape may round otherwise; the reliability of that is told by its own figures
+        if row["what"] == "prompt":  # another matrix shape may round otherwise
             assert row["cost"] <= 5 and (row["equal"] or row["difference"] <= row["masked"]), row
             continue
         assert set(row) >= KEYS
