@@ -239,21 +239,20 @@ class Runner:
 
     def _warm_up(self, module: Any, entry: Entry, call: Call, pool: Pool, args: Any, kwargs: Any) -> Any:
         """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
-        self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
         fingerprint = self._fingerprint
         state = fingerprint.state_versions() if fingerprint is not None else []
-        given = _contents(call.leaves)
+        try:
+            given = _contents(call.leaves)
+        except torch.OutOfMemoryError:  # eager alone may fit
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            raise Refused(Reason.OUT_OF_MEMORY) from None
+        self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
-        after, spec = flatten((args, dict(sorted(kwargs.items()))))
-        changed_arguments = (
-            spec != call.spec
-            or any(a is not b for a, b in zip(after, call.leaves, strict=True))
-            or not same_bits(given, _contents(call.leaves))
-        )
+        forbidden = self._wrote_arguments(call, given, args, kwargs)
         with pool.lock:
-            if changed_arguments or not pool.replayable_rng(rng):
-                self._drop(entry, refused=Reason.SIDE_EFFECTS)
+            if forbidden is not None or not pool.replayable_rng(rng):
+                self._drop(entry, refused=forbidden or Reason.SIDE_EFFECTS)
             elif self._changed_state(module, entry):
                 pass
             elif fingerprint is not None and fingerprint.state_versions() != state:
@@ -263,6 +262,16 @@ class Runner:
         if self._insisting and entry.recording is None and entry.refused is None:
             return self._recorded(module, args, kwargs)
         return output
+
+    def _wrote_arguments(self, call: Call, given: list[Any], args: Any, kwargs: Any) -> Reason | None:
+        """Why the call's arguments are not, or cannot be shown to be, as they were before the forward."""
+        after, spec = flatten((args, dict(sorted(kwargs.items()))))
+        if spec != call.spec or any(a is not b for a, b in zip(after, call.leaves, strict=True)):
+            return Reason.SIDE_EFFECTS
+        try:
+            return None if same_bits(given, _contents(call.leaves)) else Reason.SIDE_EFFECTS
+        except torch.OutOfMemoryError:
+            return Reason.OUT_OF_MEMORY
 
     def _changed_state(self, module: torch.nn.Module, entry: Entry) -> bool:
         """Whether the forward itself, while it ran eagerly, changed what recordings rely on: a cache that fills, which is over by
@@ -366,7 +375,14 @@ class Runner:
         if rng is not None:
             pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
-        reason = self._distrust(module, entry, recording, call, same_bits(replayed, output), replay_ms, eager_ms)
+        try:
+            same = same_bits(replayed, output)
+            reason = self._distrust(module, entry, recording, call, same, replay_ms, eager_ms)
+        except torch.OutOfMemoryError:  # of the comparison, which needs memory of its own
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            reason = Reason.OUT_OF_MEMORY
+        except Refused as refused:  # a replay that was made to be timed failed
+            reason = refused.reason
         if reason is None:
             entry.trusted, entry.doubted = True, False
             self._note_replay(entry, recording)
@@ -397,20 +413,22 @@ class Runner:
             text = f"diffgraph: {entry.label} runs eager: its replay differed from eager"
             warnings.warn(text, CaptureWarning, stacklevel=6)
             return Reason.VERIFY_FAILED
-        if self._is_slower(recording, call, replay_ms, eager_ms):
+        if self._is_slower(entry, recording, call, replay_ms, eager_ms):
             self._drop(entry, refused=Reason.NOT_FASTER)
             logger.info("%s runs eager: a replay takes %s ms, eager %s ms", entry.label, replay_ms, eager_ms)
             return Reason.NOT_FASTER
         return None
 
-    def _is_slower(self, recording: Recording, call: Call, replay_ms: float | None, eager_ms: float | None) -> bool:
+    def _is_slower(
+        self, entry: Entry, recording: Recording, call: Call, replay_ms: float | None, eager_ms: float | None
+    ) -> bool:
         """Whether the fastest of three replays is slower than eager: the first launch of a graph is, often."""
         if self.options.backend == "eager":  # for debugging, not for speed
             return False
         for _ in range(2):
             if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms or recording.draws:
                 return False
-            _, again = recording.pool.timed(lambda: recording.run(call.leaves))
+            _, again = recording.pool.timed(lambda: self._run(entry, recording, call))
             replay_ms = replay_ms if again is None else min(replay_ms, again)
         return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms
 
