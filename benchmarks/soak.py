@@ -118,11 +118,8 @@ class Soak:
             print(f"{line}\n    again: {self.again()}", file=sys.stderr, flush=True)
 
     def _drop(self, subjects: list[Subject]) -> None:
-        for subject in subjects:
-            subject.restore()
-            if subject.moved is not None:  # hooks of an offload reach the family's shared components
-                subject.moved()
-        subjects.clear()
+        while subjects:
+            _end(subjects.pop())
         self.left.append(memory.Left.now(self.step, self.device))
 
     def _random(self, what: Any) -> random.Random:
@@ -170,6 +167,13 @@ class Soak:
             "flat": flat,
             "memory_mib": [[left.step, round(left.mib, 1)] for left in self.left[:: max(len(self.left) // 20, 1)]],
         }
+
+
+def _end(subject: Subject) -> None:
+    subject.restore()
+    if subject.moved is not None:  # hooks of an offload reach the family's shared components
+        subject.moved()
+    subject.clear_caches()
 
 
 @contextmanager

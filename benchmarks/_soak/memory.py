@@ -22,6 +22,8 @@ from diffgraph.sequence import Break, GraphSequence
 #: How far memory may grow from the first quarter of a run to its end. On a GPU it is what tensors hold; a process' resident
 #: memory moves by itself (arenas, libraries that load on first use).
 GROWTH_MIB = {"cuda": 1.0, "cpu": 32.0}
+#: Tensors alive, likewise: schedulers keep the latents that they saw last, and those are of one shape or another.
+GROWTH_OF_TENSORS = 2**16
 
 
 @dataclass(frozen=True)
@@ -35,26 +37,26 @@ class Left:
     @classmethod
     def now(cls, step: int, device: str) -> Left:
         """To be called when nothing is accelerated."""
-        for _ in range(3):
-            gc.collect()
+        gc.collect()
         objects = gc.get_objects()
         tensors = [o for o in objects if issubclass(type(o), torch.Tensor)]
-        alive = tuple(sorted(type(o).__qualname__ for o in objects if issubclass(type(o), _HOLDERS)))
-        size = sum(t.untyped_storage().nbytes() for t in tensors if t.layout == torch.strided and not t.is_meta)
+        alive = tuple(sorted(type(o).__qualname__ for o in objects if not _HOLDERS.isdisjoint(type(o).__mro__)))
+        memory = (t.untyped_storage() for t in tensors if t.layout == torch.strided and not t.is_meta)
+        size = sum({storage._cdata: storage.nbytes() for storage in memory}.values())
         count = len(tensors)
         del objects, tensors
         return cls(step, _mib(device), count, size, alive)
 
 
-_HOLDERS = (Runner, Entry, Recording, GraphSequence, Break, Segment, Pool, Fingerprint)
+_HOLDERS = frozenset({Runner, Entry, Recording, GraphSequence, Break, Segment, Pool, Fingerprint})
 
 
 def is_flat(series: list[Left], device: str) -> tuple[bool, Left, Left]:
-    """Whether the last measurement is no higher than the one at a quarter of the run, but for `GROWTH_MIB`; no tensor more is
-    alive; and nothing of ours was ever left. The quarter and the end come along."""
+    """Whether the last measurement is no higher than the one at a quarter of the run, but for `GROWTH_MIB`; tensors alive
+    are no more, but for `GROWTH_OF_TENSORS`; and nothing of ours was ever left. The quarter and the end come along."""
     quarter = next(left for left in series if left.step >= series[-1].step / 4)
     end = series[-1]
-    flat = end.mib <= quarter.mib + GROWTH_MIB[device] and end.tensor_bytes <= quarter.tensor_bytes
+    flat = end.mib <= quarter.mib + GROWTH_MIB[device] and end.tensor_bytes <= quarter.tensor_bytes + GROWTH_OF_TENSORS
     return flat and not any(left.ours for left in series), quarter, end
 
 

@@ -75,6 +75,13 @@ class Subject:
         if before - set(vars(self.module)) != {"_compiled_call_impl"} or traces(self.module):
             self.tally.note_unforeseen(f"{self.family}: restoring left {traces(self.module)}")
 
+    def clear_caches(self) -> None:
+        """diffusers' `lru_cache`s on methods, which keep every module alive that ever called them."""
+        methods = [value for kind in {type(m) for m in self.module.modules()} for value in vars(kind).values()]
+        inner = [cell.cell_contents for m in methods for cell in getattr(m, "__closure__", None) or ()]
+        for cached in [c for c in (*methods, *inner) if hasattr(c, "cache_clear")]:
+            cached.cache_clear()
+
     # -- calls
 
     def calls(self, rng: random.Random, times: int) -> list[Callable[[], Any]]:
