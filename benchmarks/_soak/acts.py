@@ -74,7 +74,8 @@ def deepcopied(world: World, s: Subject, rng: random.Random) -> None:
     s.judge(found, wanted, "beside a copy")
 
 
-# -- threads: state stays as it is meanwhile
+# -- threads: state stays as it is meanwhile. Offloading changes it at each call (`module.to` sets every `.data` anew, which
+#    another thread reads), so that plain eager in several threads gives wrong results too: there is nothing to compare with.
 
 
 def threads_on_one_pipe(world: World, s: Subject, rng: random.Random) -> None:
@@ -82,7 +83,7 @@ def threads_on_one_pipe(world: World, s: Subject, rng: random.Random) -> None:
 
 
 def threads_on_several_pipes(world: World, s: Subject, rng: random.Random) -> None:
-    _at_once([(other, other.calls(rng, 5)) for other in world.subjects])
+    _at_once([(other, other.calls(rng, 5)) for other in world.subjects if _stays(other)])
 
 
 def threads_and_a_meddler(world: World, s: Subject, rng: random.Random) -> None:
@@ -360,8 +361,9 @@ def restored_and_accelerated(world: World, s: Subject, rng: random.Random) -> No
 
 
 def accelerated_at_start_up(world: World, s: Subject, rng: random.Random) -> None:
+    shapes = _capture_shapes(s, rng)
     s.restore()
-    s.accelerate(rng, capture_shapes=_capture_shapes(s, rng), capture=rng.choice(("auto", "on_demand")))
+    s.accelerate(rng, capture_shapes=shapes, capture=rng.choice(("auto", "on_demand")))
     s.picture(rng)
     s.loop(rng)
 
@@ -451,9 +453,9 @@ ACTS = (
     Act(on_a_stream, 2),
     Act(in_turn_with_eager, 3),
     Act(deepcopied, 2, _is_plain),
-    Act(threads_on_one_pipe, 5),
-    Act(threads_on_several_pipes, 2),
-    Act(threads_and_a_meddler, 2),
+    Act(threads_on_one_pipe, 5, _stays),
+    Act(threads_on_several_pipes, 2, _stays),
+    Act(threads_and_a_meddler, 2, _stays),
     Act(beside_other_work, 1),
     Act(lora_added, 4, _takes_lora),
     Act(lora_scaled, 4, _has_lora),
@@ -576,8 +578,12 @@ def _remove_hooks(module: torch.nn.Module, name: str) -> None:
             HookRegistry.check_if_exists_or_initialize(part).remove_hook(name, recurse=False)
 
 
-def _capture_shapes(s: Subject, rng: random.Random) -> list[diffgraph.CaptureShape]:
+def _capture_shapes(s: Subject, rng: random.Random) -> list[diffgraph.CaptureShape] | None:
+    """`None` where the pipeline itself refuses to draw (PixArt's after a cast): then diffgraph must refuse as well."""
     given = s.picture_inputs(rng)
+    (wanted,) = s.wanted([functools.partial(s.pipe, **given, num_inference_steps=2, output_type="latent")])
+    if wanted.error is not None:
+        return None
     size = {name: given.pop(name) for name in ("height", "width", "num_frames") if name in given}
     return [diffgraph.CaptureShape(**size, inputs=given)]
 
