@@ -20,6 +20,7 @@ from diffgraph.pipeline import DENOISERS
 FAMILIES = ("qwen_image", "flux", "sdxl", "pixart", "wan")
 SHAPES = ("32x32", "32x48", "64x32")
 VARYING_PROMPTS = ("qwen_image", "flux")  # lengths that a user of the others meets are one
+LIMITS = {"cpu": (2**20, 3 * 2**20), "cuda": (4 * 2**20, 2**24)}  # bytes; CUDA's allocator takes 2 MiB at a time
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 #: Ambient modes of a call; no recording is relied on beyond the one that it was made in.
 MODES: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
@@ -57,7 +58,8 @@ class Subject:
         return getattr(self.pipe, self.name)
 
     def accelerate(self, rng: random.Random, **options: Any) -> None:
-        chosen = {"max_graphs": rng.choice((1, 2, 2, 3, 8)), "memory_limit": rng.choice((None, None, None, "1MiB", "3MiB"))}
+        limit = rng.choice((None, None, None, *LIMITS[self.device]))
+        chosen: dict[str, Any] = {"max_graphs": rng.choice((1, 2, 2, 3, 8)), "memory_limit": limit}
         if self.device == "cpu":
             chosen["poison"] = rng.random() < 0.5
         self.options = {**chosen, "backend": self.backend, "verify": rng.random() < 0.8}
@@ -145,7 +147,7 @@ class Subject:
         if recorded > self.options["max_graphs"]:
             self.tally.note_unforeseen(f"{self.family}: {recorded} recordings, max_graphs is {self.options['max_graphs']}")
         limit = self.options["memory_limit"]
-        if limit and self.device == "cpu" and report.memory_bytes > int(limit[0]) * 2**20:
+        if limit is not None and report.memory_bytes > limit:
             self.tally.note_unforeseen(f"{self.family}: {report.memory_bytes} bytes, the limit is {limit}")
 
 
