@@ -11,6 +11,7 @@ from diffgraph.families import rule_of
 from diffgraph.families.base import Lengths, PromptRule
 from diffgraph.options import Options
 from diffgraph.padding import Padding
+from diffgraph.tensors import tensors_in
 
 #: Rows of text, chosen by measuring Qwen-Image in bf16 at 512² on one H200. A bucket costs at most 5 % over the exact length:
 #: doubling ones cost a quarter, and 448, 576 and 832 rows take longer than 512, 640 and 896. Below 64, where matrix products of
@@ -24,10 +25,7 @@ class Prompt(NamedTuple):
     rule: PromptRule
     lengths: Lengths
     buckets: Lengths
-
-    @property
-    def is_padded(self) -> bool:
-        return self.lengths != self.buckets
+    is_padded: bool = False  # or laid out anew: not the caller's own tensors
 
     def padding(self) -> Padding:
         return Padding(self.buckets, self.lengths)
@@ -84,6 +82,8 @@ class PromptBuckets:
 
     def _resized(self, args: Any, kwargs: Any, given: Mapping[str, Any], prompt: Prompt) -> Padded:
         changed = self._rule.resized(given, prompt.buckets)
+        own = set(map(id, tensors_in([given[name] for name in changed])))
+        prompt = prompt._replace(is_padded=any(id(tensor) not in own for tensor in tensors_in(changed)))
         names = (*self._positional, *[""] * len(args))
         return Padded(
             tuple(changed.get(name, value) for name, value in zip(names, args, strict=False)),

@@ -309,23 +309,22 @@ class Runner:
 
     def _warm_up(self, visit: Visit) -> Any:
         """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
-        module, args, kwargs, call, entry, pool = visit
-        self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
+        module, args, kwargs, _, entry, pool = visit
         fingerprint = self._fingerprint
         state = fingerprint.state_versions() if fingerprint is not None else []
-        before, spec = flatten((args, kwargs), objects=True)
-        given, held = _contents(before), containers((args, kwargs))
+        before = flatten((args, kwargs), objects=True)
+        try:
+            given, held = _contents(before[0]), containers((args, kwargs))
+        except torch.OutOfMemoryError:  # eager alone may fit
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            raise Refused(Reason.OUT_OF_MEMORY) from None
+        self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
-        after, spec_after = flatten((args, kwargs), objects=True)
-        changed_containers = spec != spec_after or any(a is not b for a, b in zip(before, after, strict=True))
-        followed = can_follow(spec, spec_after) and same_containers(held, containers((args, kwargs)))
-        if call.prompt is not None and call.prompt.is_padded and changed_containers:
-            followed = False  # they would be given what belongs to the padded prompt
-        changed_arguments = not followed or not same_bits(given, _contents(before))
+        forbidden = self._wrote_arguments(visit, before, given, held)
         with pool.lock:
-            if changed_arguments or not pool.replayable_rng(rng):
-                self._drop(entry, refused=Reason.SIDE_EFFECTS)
+            if forbidden is not None or not pool.replayable_rng(rng):
+                self._drop(entry, refused=forbidden or Reason.SIDE_EFFECTS)
             elif self._changed_state(module, entry):
                 pass
             elif fingerprint is not None and fingerprint.state_versions() != state:
@@ -333,10 +332,23 @@ class Runner:
             else:
                 entry.seen += 1
         if self._insisting and entry.recording is None and entry.refused is None:
-            if changed_containers:
-                args, kwargs = unflatten(spec, before)  # as they were
-            return self._recorded(module, args, kwargs)
+            leaves, spec = before
+            return self._recorded(module, *unflatten(spec, leaves))  # as they were
         return output
+
+    def _wrote_arguments(self, visit: Visit, before: tuple[list[Any], Any], given: list[Any], held: Any) -> Reason | None:
+        """Why the call's arguments are not as they were before the forward, or cannot be shown to be, nor changed in a way that a
+        replay can repeat."""
+        arguments = visit.args, visit.kwargs
+        leaves, spec = flatten(arguments, objects=True)
+        changed = spec != before[1] or any(a is not b for a, b in zip(leaves, before[0], strict=True))
+        followed = can_follow(before[1], spec) and same_containers(held, containers(arguments))
+        if visit.call.prompt is not None and visit.call.prompt.is_padded and changed:
+            followed = False  # they would be given what belongs to the padded prompt
+        try:
+            return None if followed and same_bits(given, _contents(before[0])) else Reason.SIDE_EFFECTS
+        except torch.OutOfMemoryError:
+            return Reason.OUT_OF_MEMORY
 
     def _changed_state(self, module: torch.nn.Module, entry: Entry) -> bool:
         """Whether the forward itself, while it ran eagerly, changed what recordings rely on: a cache that fills, which is over by
@@ -467,8 +479,14 @@ class Runner:
         if rng is not None:
             pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
-        same = self._is_same(visit, replayed, output) and recording.did(args, kwargs)
-        reason = self._distrust(visit, recording, same, replay_ms, eager_ms)
+        try:
+            same = self._is_same(visit, replayed, output) and recording.did(args, kwargs)
+            reason = self._distrust(visit, recording, same, replay_ms, eager_ms)
+        except torch.OutOfMemoryError:  # of the comparison, which needs memory of its own
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            reason = Reason.OUT_OF_MEMORY
+        except Refused as refused:  # a replay that was made to be timed failed
+            reason = refused.reason
         if reason is None:
             entry.trusted, entry.doubted = True, False
             self._note_replay(entry, recording)
@@ -502,20 +520,20 @@ class Runner:
             text = f"diffgraph: {entry.label} runs eager: its replay differed from eager"
             warnings.warn(text, CaptureWarning, stacklevel=6)
             return Reason.VERIFY_FAILED
-        if self._is_slower(recording, visit.call, replay_ms, eager_ms):
+        if self._is_slower(visit, recording, replay_ms, eager_ms):
             self._drop(entry, refused=Reason.NOT_FASTER)
             logger.info("%s runs eager: a replay takes %s ms, eager %s ms", entry.label, replay_ms, eager_ms)
             return Reason.NOT_FASTER
         return None
 
-    def _is_slower(self, recording: Recording, call: Call, replay_ms: float | None, eager_ms: float | None) -> bool:
+    def _is_slower(self, visit: Visit, recording: Recording, replay_ms: float | None, eager_ms: float | None) -> bool:
         """Whether the fastest of three replays is slower than eager: the first launch of a graph is, often."""
         if self.options.backend == "eager":  # for debugging, not for speed
             return False
         for _ in range(2):
             if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms or recording.draws:
                 return False
-            _, again = recording.pool.timed(lambda: recording.run(call))
+            _, again = recording.pool.timed(lambda: self._run(visit.entry, recording, visit.call))
             recording.left = None
             replay_ms = replay_ms if again is None else min(replay_ms, again)
         return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from diffgraph.signature import Call, layout
+from diffgraph.tensors import once
 from diffgraph.tree import Spec, flatten, unflatten
 
 
@@ -18,6 +19,7 @@ class StaticInputs:
         self._spec: Spec = call.spec
         self._at: list[int] = []  # where in the leaves each buffer's tensor stands
         self.tensors: list[torch.Tensor] = []
+        self._expanded: list[int] = []  # which of them repeat their memory, as the caller's do
         self._leaves: list[Any] = list(call.leaves)
         by_id: dict[int, torch.Tensor] = {}
         with torch.inference_mode(False):  # or they could not be written outside inference mode
@@ -28,11 +30,16 @@ class StaticInputs:
                         self._at.append(i)
                         self.tensors.append(by_id[id(leaf)])
                     self._leaves[i] = by_id[id(leaf)]
+            self._memory = list(map(once, self.tensors))
+            self._expanded = [n for n, (a, b) in enumerate(zip(self.tensors, self._memory, strict=True)) if a is not b]
         self.copy_from(call.leaves)
 
     def copy_from(self, leaves: list[Any]) -> None:
         if self.tensors:
-            torch._foreach_copy_(self.tensors, [leaves[i] for i in self._at])  # pyright: ignore[reportPrivateImportUsage]
+            live = [leaves[i] for i in self._at]
+            for n in self._expanded:
+                live[n] = once(live[n])
+            torch._foreach_copy_(self._memory, live)  # pyright: ignore[reportPrivateImportUsage]
 
     def copy_back(self, leaves: list[Any]) -> None:
         """Give a call's own tensors what a forward wrote to the static ones."""
@@ -56,6 +63,6 @@ class StaticInputs:
 
 def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
     strides = layout(tensor)
-    if isinstance(strides, str):
+    if isinstance(strides, str):  # contiguous
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -61,6 +61,14 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repetition of an expanded tensor, whose memory could not be written otherwise."""
+    for d, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(d, 0, 1)
+    return tensor
+
+
 def same_tensor_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one device have the same shape, dtype and bits."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b))

@@ -1,5 +1,6 @@
 """The README says what is so."""
 
+import json
 import re
 
 import pytest
@@ -34,6 +35,13 @@ def test_the_committed_results_are_complete_and_equal_to_eager(path):
         assert set(row) >= KEYS
         if row["mode"] != "eager" or row["what"] == "denoiser":
             assert row["max_abs_diff"] == 0 and row["equal"] is True, row
+
+
+def test_the_committed_soak_is_ten_clean_minutes():
+    (row,) = json.loads(readme.SOAK.read_text(encoding="utf-8"))["rows"]
+    assert row["seconds"] >= 600 and row["flat"] and not row["ours_left"]
+    assert row["mismatches"] == row["escapes"] == row["unforeseen"] == row["not_finite"] == 0
+    assert min(row[name] for name in ("replays", "captures", "evictions", "faults")) > 50
 
 
 @pytest.mark.parametrize("family", GAINS)
