@@ -15,7 +15,7 @@ import diffgraph
 import pipelines
 from benchmarks._calls import DenoiserCall, _map_tensors, inputs
 from benchmarks._soak.tally import Outcome, Tally
-from diffgraph.pipeline import DENOISERS
+from diffgraph.components import DENOISERS
 
 FAMILIES = ("qwen_image", "flux", "sdxl", "pixart", "wan")
 SHAPES = ("32x32", "32x48", "64x32")
