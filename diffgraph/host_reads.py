@@ -1,4 +1,5 @@
-"""What reads a CPU tensor's memory without an op: `tolist`, `numpy`. On a GPU a tensor is brought to the host first, by an op."""
+"""What reads a tensor's memory past the recorder: `tolist` and `numpy` of a CPU tensor, without an op (on a GPU it is brought to
+the host first, by an op); and `repr`, which puts all modes aside, reads values, and so fails while a GPU records."""
 
 from __future__ import annotations
 
@@ -22,9 +23,35 @@ def host_reads_seen(device: torch.device) -> Iterator[None]:
 
     Patches, as a `TorchFunctionMode` makes torch's fused layers take another path. Not for two threads at a time.
     """
-    if device.type != "cpu":
+    with _repr_without_values():
+        if device.type == "cpu":
+            with _reads_without_ops_seen():
+                yield
+        else:
+            yield
+
+
+@contextmanager
+def _repr_without_values() -> Iterator[None]:
+    """torchao's int8 layers look for "FakeTensor" in the `repr` of what they multiply, at every forward."""
+    printing: Any = torch._tensor_str  # type: ignore[attr-defined]
+    original = printing._str
+
+    def described(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+        recorder = open_recorder()
+        if recorder is None or recorder.in_break:
+            return original(tensor, *args, **kwargs)
+        return f"tensor(..., size={tuple(tensor.shape)}, dtype={tensor.dtype}, device='{tensor.device}')"
+
+    printing._str = described
+    try:
         yield
-        return
+    finally:
+        printing._str = original
+
+
+@contextmanager
+def _reads_without_ops_seen() -> Iterator[None]:
     found = {name: vars(torch.Tensor).get(name) for name in _NAMES}
     for name in _NAMES:
         setattr(torch.Tensor, name, _stand_in(getattr(torch.Tensor, name)))

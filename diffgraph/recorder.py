@@ -126,6 +126,8 @@ def _no_autocast_cache() -> Iterator[None]:
 class Recorder(TorchDispatchMode):
     """Sees every op of the capturing thread; keeps the open segment and what was born in the sequence so far."""
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         sequence: GraphSequence,
@@ -190,6 +192,9 @@ class Recorder(TorchDispatchMode):
         if any(map(_is_made_of_others, types)):
             return NotImplemented  # a quantised weight, say: what it does with the tensors that it is made of comes by here
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            with self:  # the ops that it is made of are recorded
+                return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         self._note_writes(func, args, kwargs)
         if self._segment is None or self.in_break:
             return func(*args, **kwargs)

@@ -1079,3 +1079,25 @@ def test_a_capture_that_fails_leaves_the_pool_empty():
         call = Call.of((torch.ones(2, 3),), {}, torch.device("cpu"))
         capture(module, module.forward, call, pool, backend="breakable", breaks="auto")
     assert pool.bytes() == 0 and not pool.in_turn and not pool.segments
+
+
+def test_a_higher_order_operator_is_recorded_as_the_ops_that_it_is_made_of():
+    from torch._higher_order_ops.out_dtype import out_dtype
+
+    a, b = (torch.randint(-5, 5, shape, dtype=torch.int8) for shape in ((32, 16), (16, 8)))
+    seq = GraphSequence(device="cpu")
+    with breakable_graph(seq):
+        product = out_dtype(torch.ops.aten.mm.default, torch.int32, a, b) + 1
+    a.fill_(3)
+    seq.replay()
+    assert seq.breaks == 0 and torch.equal(product, a.int() @ b.int() + 1)
+
+
+def test_a_tensor_shows_no_values_while_recording():
+    """Reading them for a `repr` would fail on a GPU, and a replay would not do it again."""
+    x = torch.ones(2, 3)
+    seq = GraphSequence(device="cpu")
+    with breakable_graph(seq):
+        y = x + 1
+        assert repr(y) == "tensor(..., size=(2, 3), dtype=torch.float32, device='cpu')"
+    assert repr(y) == repr(torch.full((2, 3), 2.0))

@@ -41,11 +41,20 @@ class Left:
         objects = gc.get_objects()
         tensors = [o for o in objects if issubclass(type(o), torch.Tensor)]
         alive = tuple(sorted(type(o).__qualname__ for o in objects if not _HOLDERS.isdisjoint(type(o).__mro__)))
-        memory = (t.untyped_storage() for t in tensors if t.layout == torch.strided and not t.is_meta)
+        memory = [storage for t in tensors if (storage := _storage(t)) is not None]
         size = sum({storage._cdata: storage.nbytes() for storage in memory}.values())
         count = len(tensors)
-        del objects, tensors
+        del objects, tensors, memory
         return cls(step, _mib(device), count, size, alive)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # functorch's, which others may have left behind
+        return None
 
 
 _HOLDERS = frozenset({Runner, Entry, Recording, GraphSequence, Break, Segment, Pool, Fingerprint})
