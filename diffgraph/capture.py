@@ -13,6 +13,7 @@ from diffgraph import breaks as break_points
 from diffgraph.devices import Pool
 from diffgraph.errors import CaptureError
 from diffgraph.padding import Padding
+from diffgraph.ranges import opened
 from diffgraph.recorder import record
 from diffgraph.sequence import Break, GraphSequence
 from diffgraph.signature import Call, is_constant
@@ -126,7 +127,7 @@ def capture(
     `more_breaks` are names of submodules beside what `breaks` chooses, to run eagerly.
     Whatever the forward raises is passed on, with nothing of the attempt left.
     """
-    with pool.turn():
+    with pool.turn(), opened("capture"):
         inputs = StaticInputs(call)
         sequence = GraphSequence(pool)
         if backend == "eager":

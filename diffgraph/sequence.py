@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from diffgraph import ranges
 from diffgraph.ambient import Ambient
 from diffgraph.devices import Pool, Segment, known_device, new_pool
 from diffgraph.errors import HostValueChanged, OptionError, OptionTypeError, ReplayError
@@ -70,8 +71,17 @@ class GraphSequence:
         with self.pool.turn(), self.ambient.precision(), torch.no_grad():
             if getattr(self.pool, "poison", False):
                 self._poison()
+            if ranges.wanted():
+                self._replay_in_ranges()
+                return
             for step in self.steps:
                 step.replay()
+
+    def _replay_in_ranges(self) -> None:
+        """The same, for a profiler to read."""
+        for i, step in enumerate(self.steps):
+            name = f"break {i}: {step.name}" if isinstance(step, Break) else f"segment {i}"
+            ranges.named(name, step.replay)
 
     @torch.inference_mode()  # or what was made in it could not be written
     def _poison(self) -> None:
