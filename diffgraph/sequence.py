@@ -111,9 +111,15 @@ class Break:
         self.args = args
         self.kwargs = kwargs
         self.reader: weakref.ref[torch.nn.Module] | None = None  # whose forward Python gets the result in, when it reads it
+        self.where: str | None = None  # the line of source that called it
         self.ambient: Ambient | None = None  # where the forward had set it otherwise than the rest of the sequence
         self.spec: Spec = None
         self.bindings: list[Binding] = []
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether Python gets a value, or a size that depends on values, from it."""
+        return self.reader is not None or any(isinstance(b, (HostValue, HostTensor)) for b in self.bindings)
 
     def bind(self, spec: Spec, bindings: list[Binding]) -> None:
         self.spec, self.bindings = spec, bindings
