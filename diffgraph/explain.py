@@ -81,11 +81,13 @@ def explain(pipe: Any, *args: Any, **call: Any) -> Explanation:
     `NotAcceleratedError`, and whatever the pipeline's call raises for these arguments.
 
     Example:
-        >>> print(diffgraph.explain(pipe, "a red cat", height=640, width=512))
+        >>> print(diffgraph.explain(pipe, "a red cat", height=768, width=512))
         eager because unseen_signature (nothing is recorded for this signature (yet, or by choice of `capture`))
-          transformer: encoder_hidden_states=[1x64x32] hidden_states=[1x80x64] timestep=[1]
-          nearest captured: transformer: encoder_hidden_states=[1x64x32] hidden_states=[1x64x64] timestep=[1]
-            hidden_states: recorded [1x64x64] float32, given [1x80x64] float32
+          transformer: encoder_hidden_states=[1x16x3584] hidden_states=[1x1536x64] timestep=[1]
+          nearest captured: transformer: encoder_hidden_states=[1x16x3584] hidden_states=[1x1024x64] timestep=[1]
+            hidden_states: recorded [1x1024x64] bfloat16, given [1x1536x64] bfloat16
+            img_shapes[0][0][1]: recorded 32, given 48
+        (what follows is not known: the denoiser was not run)
     """
     runners = accelerated(pipe)
     if isinstance(pipe, torch.nn.Module):
