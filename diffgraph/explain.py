@@ -203,9 +203,7 @@ def _near(runner: Runner, call: Call | None, explained: CallExplanation) -> Call
     found = nearest(call.signature, others, runner.positional)
     if found is None:
         return explained
-    return CallExplanation(
-        explained.label, explained.route, explained.reason, explained.then, runner.label(found[0]), found[1]
-    )
+    return CallExplanation(explained.label, explained.route, explained.reason, explained.then, runner.label(found[0]), found[1])
 
 
 @contextmanager

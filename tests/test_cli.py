@@ -102,6 +102,7 @@ def test_doctors_json_holds_everything(capsys):
     (call,) = found["calls"]
     assert found["prompts_vary_in_length"] and found["refused"] == {} and found["pipeline"] == "QwenImagePipeline"
     assert call["recorded"] and call["segments"] == sum(b["count"] for b in call["breaks"]) + 1
+    assert call["same"] in ("to the bit", "but for rounding (a padded prompt)")
     assert call["ops"] > 100 and call["memory_bytes"] > 0 and call["measured_ms"] is None
     assert all("transformers/" in b["where"] or "attention" in b["where"] for b in call["breaks"])
 
@@ -163,8 +164,8 @@ def test_the_forecast_is_what_bounds_the_call():
     assert slow_host.speed_up == 1  # every launch is a break: nothing to gain
 
 
-def found(shape, eager, measured, recorded=True):
-    times = dict(eager_ms=eager, measured_ms=measured, recorded=recorded)
+def found(shape, eager, measured, recorded=True, same="to the bit"):
+    times = dict(eager_ms=eager, measured_ms=measured, recorded=recorded, same=same)
     return {shape: [Diagnosis(shape, "transformer", 1, 9, reasons={"offload": ""}, **times)]}
 
 
@@ -174,6 +175,8 @@ def test_the_verdict_recommends_only_what_pays():
     assert line == 'pipe = diffgraph.accelerate_pipeline(pipe, capture_shapes=["512x512"])'
     text, line = verdict(found("1024x1024", 175.0, 172.0), every_length=True)
     assert text.startswith("not worth it") and line is None
+    text, line = verdict(found("64x64", 10.0, 9.0, same="NOT AS EAGER"), every_length=True)
+    assert "differed from eager" in text and line is None
     text, line = verdict(found("64x64", None, None, recorded=False), every_length=True)
     assert "offload" in text and line is None
     assert 'capture="on_demand"' in recommended(["64x64"], every_length=False)

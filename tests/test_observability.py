@@ -84,7 +84,7 @@ def test_a_report_is_a_table_a_dict_and_prometheus_text():
     report = diffgraph.report(module)
     assert "captures 1, replays 3, eager 1" in str(report)
     assert report.to_dict()["replays"] == 3
-    text = report.to_prometheus(model="a \"b\"\n")
+    text = report.to_prometheus(model='a "b"\n')
     assert 'diffgraph_calls_total{model="a \\"b\\"\\n",route="replay"} 3\n' in text
     assert 'diffgraph_eager_calls_total{model="a \\"b\\"\\n",reason="unseen_signature"} 1\n' in text
     assert 'signature="Net: x=[1x4x8]"} 3\n' in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diffgraph.cli.diagnosis import Diagnosis
+from diffgraph.cli.diagnosis import DIFFERENT, Diagnosis
 
 #: Less than this gained is not worth a line in anybody's server.
 WORTH = 1.05
@@ -26,6 +26,9 @@ def recommended(shapes: Sequence[str], every_length: bool) -> str:
 
 def verdict(by_shape: dict[str, list[Diagnosis]], every_length: bool) -> tuple[str, str | None]:
     """A sentence, and the line to paste, if there is anything to gain."""
+    wrong = [shape for shape, found in by_shape.items() if any(d.same == DIFFERENT for d in found)]
+    if wrong:
+        return f"a replay differed from eager at {', '.join(wrong)}: it would run eager (verify_failed); please report it", None
     recordable = [shape for shape, found in by_shape.items() if any(d.recorded for d in found)]
     if not recordable:
         reasons = sorted({reason for found in by_shape.values() for d in found for reason in d.reasons})

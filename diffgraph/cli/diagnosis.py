@@ -14,12 +14,14 @@ from diffgraph.cli.calls import DenoiserCall
 from diffgraph.cli.clock import call_ms, submit_ms
 from diffgraph.cli.forecast import Forecast, forecast
 from diffgraph.cli.profile import gap_us, profiled
+from diffgraph.compare import close, same_bits
 from diffgraph.pipeline import accelerated
 from diffgraph.reasons import Reason
 from diffgraph.sequence import Break
 
 #: A model whose caches are still filling takes more than two.
 _CALLS_TO_RECORD = 8
+SAME, CLOSE, DIFFERENT = "to the bit", "but for rounding (a padded prompt)", "NOT AS EAGER"
 _EXPECTED = {Reason.UNSEEN_SIGNATURE, Reason.PAUSED}
 
 
@@ -36,7 +38,8 @@ class BreakFound:
 
 @dataclass
 class Diagnosis:
-    """One kind of call. Times in ms; those that only a GPU can tell are `None` without one."""
+    """One kind of call. Times in ms; those that only a GPU can tell are `None` without one. `same`: as eager, `SAME`, `CLOSE` or
+    `DIFFERENT`."""
 
     shape: str
     denoiser: str
@@ -53,6 +56,7 @@ class Diagnosis:
     segments: int = 0
     breaks: list[BreakFound] = field(default_factory=list)
     memory_bytes: int = 0
+    same: str | None = None
     measured_ms: float | None = None
     measured_speed_up: float | None = None
 
@@ -61,11 +65,13 @@ def diagnose(call: DenoiserCall, shape: str, repeats: int) -> Diagnosis:
     """The call's module is accelerated meanwhile, on its own, and restored."""
     profile = profiled(call, call.device)
     found = Diagnosis(shape, call.name, call.times, profile.ops, profile.launches, busy_ms=profile.busy_ms)
-    diffgraph.accelerate_module(call.module)
+    diffgraph.accelerate_module(call.module, verify=False)  # `_compare` does, and what does not gain is to be measured as well
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", diffgraph.CaptureWarning)  # told in the report's reasons
             _record(call, found)
+            if found.recorded:
+                found.same = _compare(call)
             if call.device.type == "cuda":
                 _time(call, found, repeats)
     finally:
@@ -87,6 +93,16 @@ def _record(call: DenoiserCall, found: Diagnosis) -> None:
     steps = [step for step in entry.recording.sequence.steps if isinstance(step, Break)]
     alike = Counter((*_told(step.name), step.where, step.reads_host) for step in steps)
     found.breaks = [BreakFound(*key, count) for key, count in alike.items()]
+
+
+def _compare(call: DenoiserCall) -> str:
+    replayed = call()
+    with diffgraph.paused(call.module):
+        eager = call()
+    if same_bits(replayed, eager):
+        return SAME
+    has_buckets = all(runner.has_buckets for runner in accelerated(call.module))
+    return CLOSE if has_buckets and close(replayed, eager) else DIFFERENT
 
 
 def _told(name: str) -> tuple[str, str]:
@@ -112,9 +128,7 @@ def _time(call: DenoiserCall, found: Diagnosis, repeats: int) -> None:
     found.eager_ms = median(eager)
     if found.busy_ms is not None and found.launches is not None:
         breaks = sum(b.count for b in found.breaks)
-        expected: Forecast = forecast(
-            found.eager_ms, median(submits), found.busy_ms, found.launches, breaks, gap_us(call.device)
-        )
+        expected: Forecast = forecast(found.eager_ms, median(submits), found.busy_ms, found.launches, breaks, gap_us(call.device))
         found.idle, found.expected_ms, found.expected_speed_up = expected.idle, expected.ms, expected.speed_up
     if found.recorded and diffgraph.report(call.module).replays - before == 2 * repeats:  # or they are no times of replays
         found.measured_ms = median(replayed)

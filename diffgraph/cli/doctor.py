@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diffgraph.cli import models
+from diffgraph.cli.errors import UsageError
 from diffgraph.cli.screen import MIB, console, print_json, table
 from diffgraph.cli.shape_options import shapes_of
 
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from diffgraph.cli.errors import UsageError
+    from diffgraph.cli.diagnosis import DIFFERENT
 
     if options.repeats < 2:
         raise UsageError(f"--repeats is {options.repeats}; accepted: at least 2")
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(found)
     else:
         _show(found, screen)
-    return 0 if any(d["recorded"] for d in found["calls"]) else 1
+    return 0 if any(d["recorded"] and d["same"] != DIFFERENT for d in found["calls"]) else 1
 
 
 def examine(model: models.Model, shapes: Any, prompt: str | None, repeats: int) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def _show(found: dict[str, Any], screen: Any) -> None:
 
 
 def _costs(calls: list[dict[str, Any]]) -> Any:
-    columns = ("shape", "denoiser", "calls", "ops", "launches", "recorded", "segments", "breaks", "memory MiB")
+    columns = ("shape", "denoiser", "calls", "ops", "launches", "recorded", "segments", "breaks", "memory MiB", "as eager")
     return table(
         "A denoising step",
         columns,
@@ -125,6 +126,7 @@ def _costs(calls: list[dict[str, Any]]) -> Any:
                 d["segments"],
                 sum(b["count"] for b in d["breaks"]),
                 d["memory_bytes"] / MIB,
+                d["same"],
             )
             for d in calls
         ],

@@ -1,8 +1,8 @@
 """Write, check or expand a file of capture shapes.
 
-  diffgraph shapes write shapes.json 512x512 1024x1024 --batch 1 2     each shape with each batch size
-  diffgraph shapes check shapes.json --model owner/name                 would the pipeline take them?
-  diffgraph shapes expand shapes.json                                   what would be recorded, largest first
+diffgraph shapes write shapes.json 512x512 1024x1024 --batch 1 2     each shape with each batch size
+diffgraph shapes check shapes.json --model owner/name                 would the pipeline take them?
+diffgraph shapes expand shapes.json                                   what would be recorded, largest first
 """
 
 from __future__ import annotations
