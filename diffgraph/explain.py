@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from diffgraph.capture import Recording
+from diffgraph.components import DENOISERS
 from diffgraph.current import foreign_capture, open_recorder
 from diffgraph.differences import Difference, nearest
-from diffgraph.errors import OptionTypeError
+from diffgraph.errors import OptionError, OptionTypeError
 from diffgraph.pipeline import accelerated
 from diffgraph.prompts import PromptBuckets
 from diffgraph.reasons import Reason
@@ -78,7 +79,8 @@ def explain(pipe: Any, *args: Any, **call: Any) -> Explanation:
     accelerated on its own, `explain(module, *args, **kwargs)` under `torch.no_grad()`.
 
     A replay is foreseen, not promised: values that the host reads inside the forward show when it runs. Raises
-    `NotAcceleratedError`, and whatever the pipeline's call raises for these arguments.
+    `NotAcceleratedError`, `OptionError` where no denoiser is accelerated, and whatever the pipeline's call raises for these
+    arguments.
 
     Example:
         >>> print(diffgraph.explain(pipe, "a red cat", height=768, width=512))
@@ -98,12 +100,15 @@ def explain(pipe: Any, *args: Any, **call: Any) -> Explanation:
         call.pop(name, None)
     if "output_type" in inspect.signature(type(pipe).__call__).parameters:
         call["output_type"] = "latent"  # nothing is decoded
-    probe = _Probe(len(runners))
+    denoisers = [runner for runner in runners if runner.name in DENOISERS]
+    if not denoisers:
+        raise OptionError(f"no denoiser of this {type(pipe).__name__} is accelerated, and explain tells of denoisers alone")
+    probe = _Probe(len(denoisers))
     with ExitStack() as stack:
         stack.enter_context(untouched(pipe))
         stack.enter_context(_as_they_were([*args, *call.values()]))
         for runner in runners:
-            stack.enter_context(runner.probed(probe))
+            stack.enter_context(runner.probed(probe if runner in denoisers else Runner.plainly))
         stack.enter_context(suppress(_Enough))
         pipe(*args, **call)
     return Explanation(list(probe.found.values()), probe.complete)

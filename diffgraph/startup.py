@@ -39,7 +39,7 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
             bar.set_postfix_str(f"{shape}, {free_memory(_device(pipe)) / _MIB:.0f} MiB free")
             for runner in runners:
                 runner.insist_on_every_bucket(shape.prompt_length is None and not _PROMPTS & set(shape.inputs))
-            _run(pipe, shape)
+            _run(pipe, shape, decode=any(runner.name.endswith(".decoder") for runner in runners))
             if all(runner.options.capture == "startup" and not runner.has_buckets for runner in runners):
                 _warn_of_one_length(pipe, shape)
             for runner in runners:
@@ -64,21 +64,23 @@ def _device(pipe: Any) -> torch.device:
     return torch.device(getattr(pipe, "_execution_device", None) or pipe.device)
 
 
-def _run(pipe: Any, shape: CaptureShape) -> None:
+def _run(pipe: Any, shape: CaptureShape, decode: bool) -> None:
     try:
         with torch.no_grad():
-            pipe(**call_arguments(pipe, shape))
+            pipe(**call_arguments(pipe, shape, decode=decode))
             if shape.batch > 1 and not _PROMPTS & set(shape.inputs):
                 # Pipelines may tell the denoiser how many prompts there were: several pictures of one are another signature.
-                pipe(**call_arguments(pipe, shape, one_prompt=True))
+                pipe(**call_arguments(pipe, shape, one_prompt=True, decode=decode))
     except (ShapeError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ShapeError(f"{type(pipe).__name__} refuses the capture shape {shape}: {error}") from error
 
 
-def call_arguments(pipe: Any, shape: CaptureShape, one_prompt: bool = False) -> dict[str, Any]:
-    """Keyword arguments for one short call of the pipeline at this shape, without decoding the picture.
+def call_arguments(
+    pipe: Any, shape: CaptureShape, *, one_prompt: bool = False, decode: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments for one short call of the pipeline at this shape, without decoding the picture unless told to.
 
     What the shape does not say is left to the pipeline's own defaults, as a real call would. Raises `ShapeError` for a field that
     the pipeline's call has no argument for.
@@ -94,7 +96,7 @@ def call_arguments(pipe: Any, shape: CaptureShape, one_prompt: bool = False) -> 
         raise ShapeError(
             f"{type(pipe).__name__} takes no {', '.join(unknown)}, as capture shape {shape} asks; accepted: {', '.join(accepted)}"
         )
-    if "output_type" in accepted:
+    if "output_type" in accepted and not decode:
         wanted.setdefault("output_type", "latent")  # skips the VAE
     if "generator" in accepted:
         wanted.setdefault("generator", torch.Generator().manual_seed(0))

@@ -51,6 +51,8 @@ def in_an_empty_folder(tmp_path, monkeypatch):
         (["run", "flux", "--tiny", "--prompt", "a", "--out", "a.mp3"], "accepted: .png"),
         (["run", "flux", "--tiny", "--prompt", "a", "--steps", "0"], "at least 1"),
         (["run", "flux", "--tiny", "--prompt", "a", "--shape", "64x64,96x96"], "accepted: one shape"),
+        (["run", "flux", "--tiny", "--prompt", "a", "--shape", "64x64@batch=2"], "one picture a prompt"),
+        (["run", "flux", "--tiny", "--prompt", "a", "--out", "."], "accepted: .png"),
         (["run", "flux", "--tiny", "--prompt", "a", "--capture-shapes", "64x64@cfg=maybe"], "cfg is on, off"),
         (["shapes"], "ACTION"),
         (["shapes", "write", "shapes.txt", "64x64"], "ends in .json"),

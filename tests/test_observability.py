@@ -238,6 +238,19 @@ def test_every_kind_of_call_is_explained_where_recordings_can_go_on():
     assert found.to_dict()["calls"][0]["differences"] == []
 
 
+def test_text_encoders_run_and_are_not_counted(flux):
+    diffgraph.accelerate_pipeline(flux, components=("transformer", "text_encoder", "text_encoder_2"))
+    draw(flux)
+    before = diffgraph.report(flux)
+    found = diffgraph.explain(flux, "a red cat", height=64, width=64)
+    assert [c.route for c in found.calls] == ["replay"] and found.calls[0].label.startswith("transformer: ")
+    assert diffgraph.report(flux).to_dict() == before.to_dict()
+    diffgraph.restore_pipeline(flux)
+    diffgraph.accelerate_pipeline(flux, components="text_encoder")
+    with pytest.raises(diffgraph.OptionError, match="no denoiser of this FluxPipeline is accelerated"):
+        diffgraph.explain(flux, "a red cat")
+
+
 def test_explain_needs_something_accelerated(flux):
     with pytest.raises(diffgraph.NotAcceleratedError):
         diffgraph.explain(flux, "a red cat")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from diffgraph.cli.models import Model
+from diffgraph.components import DENOISERS
 from diffgraph.errors import ShapeError
-from diffgraph.pipeline import DENOISERS
 from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused
 from diffgraph.startup import STEPS

@@ -52,8 +52,8 @@ def examine(model: models.Model, shapes: Any, prompt: str | None, repeats: int) 
     from diffgraph.cli.advice import verdict
     from diffgraph.cli.calls import denoiser_calls
     from diffgraph.cli.diagnosis import diagnose
+    from diffgraph.components import DENOISERS
     from diffgraph.memory import total_memory
-    from diffgraph.pipeline import DENOISERS
     from diffgraph.prompt_arguments import recorded_length
     from diffgraph.refusals import refusal
 

@@ -68,6 +68,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"--shape is {options.shape!r}; accepted: one shape; give --capture-shapes the list")
     if options.out.suffix.lower() not in {*PICTURES, *VIDEOS}:
         raise UsageError(f"--out is {options.out}; accepted: {', '.join(dict.fromkeys((*PICTURES, *VIDEOS)))}")
+    if options.shape is not None and CaptureShape.parse(options.shape).batch != 1:
+        raise UsageError("--shape has a batch; accepted: one picture a prompt; give --prompt more than once")
     if options.out.is_dir():
         raise UsageError(f"--out is {options.out}, a folder; accepted: a file in it")
 
