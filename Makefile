@@ -37,7 +37,7 @@ bench: $(READY)
 	$(PY) -m benchmarks.denoiser $(ARGS)
 
 docs: $(READY)
-	$(PY) -m mkdocs build --strict --quiet --site-dir out/docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir out/docs
 
 # One torch thread a worker: two workers with a pool each would fight for the two cores.
 test: lint types

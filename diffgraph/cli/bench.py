@@ -7,7 +7,7 @@ from typing import Any
 
 from diffgraph.cli import models
 from diffgraph.cli.errors import UsageError
-from diffgraph.cli.screen import MIB, console, print_json, table
+from diffgraph.cli.screen import MIB, console, print_json, table, working
 from diffgraph.cli.shape_options import shapes_of
 
 BACKENDS = ("breakable", "full")
@@ -30,8 +30,12 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--repeats is {options.repeats}; accepted: at least 2")
     shapes = shapes_of([options.shapes]) if options.shapes is not None else None
     screen = None if options.json else console()
-    model = models.load(options)
-    rows = [row for shape in shapes or [model.default_shape()] for row in measure(model, shape, backends, options.repeats)]
+    with working(f"loading {options.model}"):
+        model = models.load(options)
+    rows = []
+    for shape in shapes or [model.default_shape()]:
+        with working(f"eager, {', '.join(backends)}: {shape}"):
+            rows += measure(model, shape, backends, options.repeats)
     if screen is None:
         print_json(rows)
     else:

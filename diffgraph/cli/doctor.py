@@ -12,7 +12,7 @@ from typing import Any
 
 from diffgraph.cli import models
 from diffgraph.cli.errors import UsageError
-from diffgraph.cli.screen import MIB, console, print_json, table
+from diffgraph.cli.screen import MIB, console, print_json, table, working
 from diffgraph.cli.shape_options import shapes_of
 
 NO_GPU = (
@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--repeats is {options.repeats}; accepted: at least 2")
     shapes = shapes_of([options.shapes]) if options.shapes is not None else None
     screen = None if options.json else console()
-    model = models.load(options)
+    with working(f"loading {options.model}"):
+        model = models.load(options)
     found = examine(model, shapes or [model.default_shape()], options.prompt, options.repeats)
     if screen is None:
         print_json(found)
@@ -59,7 +60,10 @@ def examine(model: models.Model, shapes: Any, prompt: str | None, repeats: int) 
 
     denoisers = {name: m for name in DENOISERS if isinstance(m := getattr(model.pipe, name, None), torch.nn.Module)}
     refused = {name: reason for name, m in denoisers.items() if (reason := refusal(m)) is not None}
-    by_shape = {str(s): [diagnose(c, str(s), repeats) for c in denoiser_calls(model, s, prompt)] for s in shapes}
+    by_shape = {}
+    for s in shapes:
+        with working(f"eager and recorded, {s}"):
+            by_shape[str(s)] = [diagnose(call, str(s), repeats) for call in denoiser_calls(model, s, prompt)]
     device = next((p.device for m in denoisers.values() for p in m.parameters()), torch.device("cpu"))
     vary = recorded_length(model.pipe, shapes[0]) is not None
     every_length = not vary or _has_buckets(denoisers.values())

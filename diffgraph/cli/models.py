@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load(options: argparse.Namespace) -> Model:
     """The pipeline, on the device, without progress bars. Raises `UsageError` for a MODEL that is none."""
+    with _quiet():
+        return _load(options)
+
+
+def _load(options: argparse.Namespace) -> Model:
     import torch
 
     name, families = options.model, _families()
     device = _device(options.device)
-    _quiet()
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" and not options.tiny else "float32"))
     if families is not None and name in families.FAMILIES:
         if device.type == "cpu" and not options.tiny:
@@ -84,14 +91,23 @@ def load(options: argparse.Namespace) -> Model:
     return model
 
 
-def _quiet() -> None:
-    """A command's own words are not to drown in those of the libraries: errors come through, advice does not."""
-    import diffusers
-    import transformers
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A command's own words are not to drown in those of the libraries, which give advice when they are imported and when they
+    load: errors come through, advice does not."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        import diffusers
+        import transformers
 
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
+        diffusers.utils.logging.set_verbosity_error()
+        transformers.logging.set_verbosity_error()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `torch_dtype` is `dtype` since diffusers 0.42, for one
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _device(name: str | None) -> Any:
@@ -130,9 +146,7 @@ def _pretrained(name: str, families: Any, dtype: Any) -> Any:
     import diffusers
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # `torch_dtype` is `dtype` since diffusers 0.42
-            return diffusers.DiffusionPipeline.from_pretrained(name, torch_dtype=dtype)  # type: ignore[attr-defined]
+        return diffusers.DiffusionPipeline.from_pretrained(name, torch_dtype=dtype)  # type: ignore[attr-defined]
     except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:  # no such id, no network, a broken folder
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UsageError(f"{name} cannot be loaded: {first}") from None

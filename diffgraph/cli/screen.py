@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from diffgraph.cli.errors import UsageError
@@ -21,16 +22,28 @@ def console() -> Any:
     return made if made.is_terminal else Console(highlight=False, width=200, soft_wrap=True)
 
 
+def working(text: str) -> Any:
+    """A line on the terminal that says what takes so long; nothing where nobody watches."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return nullcontext()
+    screen = Console(stderr=True)
+    return screen.status(text, spinner="dots") if screen.is_terminal else nullcontext()
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
-    """A column whose name ends in a unit or a count stands right."""
+    """A column whose name ends in a unit or a count stands right; one in which nothing stands is left out."""
     from rich.table import Table
     from rich.text import Text
 
     made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    for column in columns:
+    rows = list(rows)
+    kept = [i for i in range(len(columns)) if not rows or any(row[i] is not None for row in rows)]
+    for column in (columns[i] for i in kept):
         made.add_column(column, justify="right" if column.split()[-1] in _NUMBERS else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(number(cell)) for cell in row))  # Text: what stands in brackets is no markup
+        made.add_row(*(Text(number(row[i])) for i in kept))  # Text: what stands in brackets is no markup
     return made
 
 
