@@ -76,8 +76,8 @@ def explain(pipe: Any, *args: Any, **call: Any) -> Explanation:
 
     The pipeline's call runs up to its denoiser, text encoders included, and nothing of the denoiser; what is recorded goes on
     with what its recording last returned. Pipeline, scheduler, generators and report stay as they are; like any call of the
-    pipeline, it is not for two threads at a time. For a module that was
-    accelerated on its own, `explain(module, *args, **kwargs)` under `torch.no_grad()`.
+    pipeline, it is not for two threads at a time. For a module that was accelerated on its own,
+    `explain(module, *args, **kwargs)` under `torch.no_grad()`.
 
     A replay is foreseen, not promised: values that the host reads inside the forward show when it runs. Raises
     `NotAcceleratedError`, `OptionError` where no denoiser is accelerated, and whatever the pipeline's call raises for these
