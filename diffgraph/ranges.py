@@ -40,5 +40,6 @@ def opened(name: str) -> Iterator[None]:
         if _profiler._is_profiler_enabled:
             stack.enter_context(torch.profiler.record_function(name))
         if _LISTENED_TO and torch.cuda.is_available():
-            stack.enter_context(torch.cuda.nvtx.range(name.replace("%", "%%")))  # it formats
+            torch.cuda.nvtx.range_push(name)  # not `nvtx.range`, for which a brace in the name is a field to fill in
+            stack.callback(torch.cuda.nvtx.range_pop)
         yield

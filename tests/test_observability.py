@@ -130,6 +130,17 @@ def test_ranges_cost_nothing_that_counts_while_nobody_profiles():
     assert (time.perf_counter() - start) / 10_000 < 20e-6  # a hundredth of what a call may cost, and seen to take 0.2e-6
 
 
+def test_a_tool_that_listens_to_nvtx_is_told_too(monkeypatch):
+    told = []
+    monkeypatch.setattr(ranges, "_LISTENED_TO", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("/"))
+    with pytest.raises(ZeroDivisionError):
+        ranges.named("break 1: f{x} %s", lambda: ranges.named("inside", lambda: 1 / 0))
+    assert told == ["break 1: f{x} %s", "inside", "/", "/"]
+
+
 def test_a_sequence_of_ones_own_has_ranges_too():
     sequence = GraphSequence(new_pool("cpu"))
     x = torch.ones(2)
