@@ -10,10 +10,11 @@ CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run bench test test-gpu support lint types format clean
+.PHONY: help setup run bench docs test test-gpu support lint types format clean
 
 help:
 	@echo "make run       an embedded tiny pipeline, eager and accelerated, side by side"
+	@echo "make docs      the documentation, into out/docs; a warning is an error"
 	@echo "make test      lint, types and tests, as CI does"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make support   try every denoiser of diffusers; writes SUPPORT.md"
@@ -34,6 +35,9 @@ run: $(READY)
 
 bench: $(READY)
 	$(PY) -m benchmarks.denoiser $(ARGS)
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir out/docs
 
 # One torch thread a worker: two workers with a pool each would fight for the two cores.
 test: lint types

@@ -145,6 +145,8 @@ def _span(values: Iterable[float], digits: int = 1) -> str:
     return f"{found[0]:.{digits}f}–{found[-1]:.{digits}f}"
 
 
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

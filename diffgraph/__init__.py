@@ -13,6 +13,7 @@ from diffgraph.errors import (
     ReplayError,
     ShapeError,
 )
+from diffgraph.explain import Explanation, explain
 from diffgraph.pipeline import accelerate_module, accelerate_pipeline, capture, paused, report, restore_pipeline
 from diffgraph.reasons import Reason
 from diffgraph.recorder import breakable_graph, eager_on_graph
@@ -29,6 +30,7 @@ __all__ = [
     "CaptureShape",
     "CaptureWarning",
     "DiffgraphError",
+    "Explanation",
     "GraphSequence",
     "HostValueChanged",
     "NoDenoiserError",
@@ -46,6 +48,7 @@ __all__ = [
     "breakable_graph",
     "capture",
     "eager_on_graph",
+    "explain",
     "paused",
     "report",
     "restore_pipeline",

@@ -15,6 +15,7 @@ from diffgraph.containers import follow
 from diffgraph.devices import Pool
 from diffgraph.errors import CaptureError
 from diffgraph.padding import Padding
+from diffgraph.ranges import opened
 from diffgraph.recorder import record
 from diffgraph.sequence import Break, GraphSequence
 from diffgraph.signature import Call, is_constant
@@ -151,7 +152,7 @@ def capture(
     `more_breaks` are names of submodules, beside what `breaks` chooses, and `break_ops` ops to run eagerly.
     Whatever the forward raises is passed on, with nothing of the attempt left.
     """
-    with pool.turn():
+    with pool.turn(), opened("capture"):
         inputs = StaticInputs(call)
         sequence = GraphSequence(pool)
         if backend == "eager":

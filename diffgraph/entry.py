@@ -83,6 +83,10 @@ class HostValues:
         self._rest -= 1
         return True
 
+    @property
+    def is_resting(self) -> bool:
+        return self._rest > 0
+
     def recorded(self) -> list[Entry]:
         """Those that can be tried, the likeliest first."""
         known = [entry for entry in reversed(self.entries) if entry.recording is not None]

@@ -150,7 +150,7 @@ def capture(pipe: Any, shapes: Any = None) -> None:
     signature. Without it, everything is forgotten, refusals too: the shapes given so far are recorded again, and signatures that
     were recorded on demand are so at their next calls. Raises `ShapeError` and `NotAcceleratedError`.
     """
-    runners = [runner for _, runner in _runners(pipe)]
+    runners = accelerated(pipe)
     if shapes is not None and isinstance(pipe, torch.nn.Module):
         raise OptionTypeError("shapes need a pipeline to run through; a module is recorded by calling it")
     wanted = load_shapes(shapes) if shapes is not None else runners[0].shapes
@@ -182,6 +182,11 @@ def report(pipe: Any) -> Report:
     around = [m for m, _ in found if not any(m is candidate for candidate in called.values())]  # by `torch.compile(module)`
     names = {id(module): name for name, module in components_of.with_compiled(called)}
     return Report.of([runner for _, runner in found], [names[id(module)] for module in (*around, *pushed_out)])
+
+
+def accelerated(pipe: Any) -> list[Runner]:
+    """The runners of this pipeline or module. Raises `NotAcceleratedError`."""
+    return [runner for _, runner in _runners(pipe)]
 
 
 def _serves(module: torch.nn.Module, pipe: Any) -> bool:

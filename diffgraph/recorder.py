@@ -26,6 +26,7 @@ from diffgraph.ambient import Ambient
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
 from diffgraph.host_reads import host_reads_seen
+from diffgraph.places import calling_line
 from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
@@ -289,6 +290,7 @@ class Recorder(TorchDispatchMode):
                 raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")
             self._close()
             step = Break(name, fn, *map_leaves(self._break_input, (args, kwargs)))
+            step.where = calling_line()
             ambient = Ambient.now(self.pool.device.type)
             step.ambient = ambient if ambient != self.sequence.ambient else None
             with self._inside_break(name):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diffgraph import prometheus
 from diffgraph.shapes import CaptureShape
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ class Report:
         found = asdict(self)
         del found["_shapes"]
         return found
+
+    def to_prometheus(self, **labels: str) -> str:
+        """Metrics for Prometheus to scrape; `labels` go on each, as in `to_prometheus(pipeline="base")`."""
+        return prometheus.text(self, labels)
 
     def to_shapes(self) -> list[CaptureShape]:
         """What the pipeline was really asked for so far, largest first, as `capture_shapes` takes it; `save_shapes` writes it to

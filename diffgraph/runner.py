@@ -30,8 +30,10 @@ from diffgraph.guards import Fingerprint
 from diffgraph.memory import Memory
 from diffgraph.options import Options
 from diffgraph.prompts import PromptBuckets
+from diffgraph.ranges import named
 from diffgraph.reasons import Reason
 from diffgraph.refusals import refusal
+from diffgraph.route_log import RouteLog
 from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused, Signature
 from diffgraph.tensors import tensors_in
@@ -84,6 +86,7 @@ class Runner:
         self.memory = memory
         self.routes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
+        self._log = RouteLog(name)
         self.entries: dict[Signature, Entry] = {}
         self.unseen: Counter[str] = Counter()  # calls that start-up capture has not foreseen, by their label
         self.unseen_shapes: list[CaptureShape | None] = []
@@ -91,7 +94,7 @@ class Runner:
         # What the recordings hold would otherwise keep the weights until the garbage collector finds the cycle.
         self._module = weakref.ref(module, partial(_release, weakref.ref(self)))
         self.wrapped = module.__dict__.get("_compiled_call_impl")  # the user's own `module.compile()`
-        self._positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._fingerprint: Fingerprint | None = None
         self._refusal: Reason | None = None
         self._prompts: PromptBuckets | None = None
@@ -115,13 +118,15 @@ class Runner:
         assert module is not None  # its own call brought us here
         if torch.compiler.is_compiling():  # Dynamo would trace us
             return self._forward(module)(*args, **kwargs)
+        probe = getattr(self._thread, "probe", None)
+        if probe is not None:
+            return probe(self, module, args, kwargs)
         try:
             if self._insisting and self._thread.every_bucket:
                 self._record_every_bucket(module, args, kwargs)
             return self._recorded(module, args, kwargs)
         except Refused as refused:
-            self._count(Route.EAGER, refused.reason)
-            logger.debug("%s runs eager: %s", self.name, refused)
+            self._count(Route.EAGER, refused.reason, refused.detail)
         return self._eager(module, args, kwargs)
 
     def _eager(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,7 +155,7 @@ class Runner:
         if torch.is_grad_enabled():
             raise Refused(Reason.GRAD_ENABLED)
         # First of all: inside an open capture nothing may be dropped either.
-        if open_recorder() is not None or foreign_capture() or _intercepted():
+        if open_recorder() is not None or foreign_capture() or intercepted():
             raise Refused(Reason.NESTED_CAPTURE)
         with self._state_lock:
             device, prompts = self._check_state(module)
@@ -166,6 +171,7 @@ class Runner:
                 if refused.reason is Reason.UNSEEN_SIGNATURE and prompts is not None and prompts.too_long(args, kwargs):
                     raise Refused(Reason.PROMPT_TOO_LONG) from None
                 raise
+            self._log.at(entry.label)
             if not entry.is_met and not self._insisting:
                 entry.is_met, entry.shape = True, asked_shape(call.prompt)
             if self._insisting:
@@ -227,7 +233,7 @@ class Runner:
     def _take_fingerprint(self, module: torch.nn.Module) -> None:
         self._fingerprint = Fingerprint(module)
         self._refusal = refusal(module)
-        self._prompts = PromptBuckets.of(module, self.options, self._positional)
+        self._prompts = PromptBuckets.of(module, self.options, self.positional)
         tensor = next(chain(module.parameters(), module.buffers()), None)
         self._device = torch.device("cpu") if tensor is None else tensor.device
         if self._device.type not in SUPPORTED:
@@ -247,7 +253,8 @@ class Runner:
         if entry is not None:
             return entry
         if not self._may_capture():
-            label = self._label(signature)
+            label = self.label(signature)
+            self._log.at(label)
             if label not in self.unseen and len(self.unseen) < MAX_UNSEEN:
                 self.unseen_shapes.append(asked_shape(call.prompt))
             if label in self.unseen or len(self.unseen) < MAX_UNSEEN:
@@ -262,11 +269,11 @@ class Runner:
         if len(self.entries) >= MAX_ENTRIES:
             raise Refused(Reason.UNSEEN_SIGNATURE, f"{MAX_ENTRIES} signatures are known already")
         self._variants[alike] += 1
-        self.entries[signature] = entry = Entry(self._label(signature))
+        self.entries[signature] = entry = Entry(self.label(signature))
         return entry
 
-    def _label(self, signature: Signature) -> str:
-        return f"{self.name}: {signature.label(self._positional)}"
+    def label(self, signature: Signature) -> str:
+        return f"{self.name}: {signature.label(self.positional)}"
 
     def _may_capture(self) -> bool:
         return self.options.capture == "on_demand" or self._insisting
@@ -276,8 +283,7 @@ class Runner:
             raise Refused(entry.refused)
         if not self._may_capture():
             raise Refused(entry.lost or Reason.UNSEEN_SIGNATURE)
-        wait = 1 if self._insisting else max(entry.wait, self._patience())
-        return Route.CAPTURE if entry.seen >= wait else Route.EAGER
+        return Route.CAPTURE if entry.seen >= self.wait(entry) else Route.EAGER
 
     def _entry_for_other_values(self, module: torch.nn.Module, entry: Entry, changed: HostValueChanged) -> Entry:
         """Where to record a call whose host values no recording of its signature fits; raises `Refused` when it is not to be."""
@@ -299,6 +305,10 @@ class Runner:
             raise Refused(Reason.HOST_VALUE_CHANGED, str(changed))
         self._drop(room)
         return room
+
+    def wait(self, entry: Entry) -> int:
+        """Eager calls of its signature before the one that is recorded."""
+        return 1 if self._insisting else max(entry.wait, self._patience())
 
     def _patience(self) -> int:
         """Eager calls that a new signature is to wait: more where most do not come again (a prompt length each time)."""
@@ -458,7 +468,7 @@ class Runner:
         try:
             # What an unfinished replay drew, eager draws again.
             with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext():
-                return recording.run(call)
+                return named(entry.label, recording.run, call)
         except HostValueChanged:
             raise  # another recording of this signature may fit
         except torch.OutOfMemoryError:
@@ -592,6 +602,30 @@ class Runner:
             with self._count_lock:
                 self._paused -= 1
 
+    def plainly(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward, neither recorded nor counted."""
+        return self._forward(module)(*args, **kwargs)
+
+    def pending_change(self) -> Reason | None:
+        """What has changed since recordings were made, and is not acted upon before the next call."""
+        with self._state_lock:
+            if self._rest > 0:
+                return self._last_change
+            return None if self._fingerprint is None else self._fingerprint.change()
+
+    def variants(self, signature: Signature) -> int:
+        """How many known signatures differ from this one in numbers alone, itself included."""
+        return self._variants[signature.without_numbers()]
+
+    @contextmanager
+    def probed(self, probe: Callable[[Runner, torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        """Inside, this thread's calls go to `probe` and not to the denoiser."""
+        self._thread.probe = probe
+        try:
+            yield
+        finally:
+            self._thread.probe = None
+
     def missing(self) -> list[Entry]:
         """What the latest `diffgraph.capture` has met and not recorded."""
         return [e for e in self.entries.values() if e.met == self._insistence and not e.values.recorded()]
@@ -623,11 +657,12 @@ class Runner:
         """Whether this thread is inside `diffgraph.capture`: record at first sight, and anew."""
         return getattr(self._thread, "insisting", False)
 
-    def _count(self, route: Route, reason: Reason | None = None) -> None:
+    def _count(self, route: Route, reason: Reason | None = None, detail: str = "") -> None:
         with self._count_lock:
             self.routes[route.value] += 1
             if reason is not None:
                 self.reasons[reason.value] += 1
+        self._log.note(route.value, None if reason is None else reason.value, detail)
 
 
 def _release(runner: weakref.ref[Runner], _: Any) -> None:
@@ -659,7 +694,7 @@ def _contents(leaves: list[Any]) -> list[Any]:
     return [t.clone() if t.is_inference() else t._version for t in tensors_in(leaves)]
 
 
-def _intercepted() -> bool:
+def intercepted() -> bool:
     """Whether somebody sees, and may change, what torch is asked to do: a replay would pass them by."""
     if torch._C._len_torch_dispatch_stack() > 0:
         return True

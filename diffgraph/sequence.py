@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from diffgraph import ranges
 from diffgraph.ambient import Ambient
 from diffgraph.devices import Pool, Segment, known_device, new_pool
 from diffgraph.errors import HostValueChanged, OptionError, OptionTypeError, ReplayError
@@ -70,8 +71,17 @@ class GraphSequence:
         with self.pool.turn(), self.ambient.precision(), torch.no_grad():
             if getattr(self.pool, "poison", False):
                 self._poison()
+            if ranges.wanted():
+                self._replay_in_ranges()
+                return
             for step in self.steps:
                 step.replay()
+
+    def _replay_in_ranges(self) -> None:
+        """The same, for a profiler to read."""
+        for i, step in enumerate(self.steps):
+            name = f"break {i}: {step.name}" if isinstance(step, Break) else f"segment {i}"
+            ranges.named(name, step.replay)
 
     @torch.inference_mode()  # or what was made in it could not be written
     def _poison(self) -> None:
@@ -101,9 +111,15 @@ class Break:
         self.args = args
         self.kwargs = kwargs
         self.reader: weakref.ref[torch.nn.Module] | None = None  # whose forward Python gets the result in, when it reads it
+        self.where: str | None = None  # the line of source that called it
         self.ambient: Ambient | None = None  # where the forward had set it otherwise than the rest of the sequence
         self.spec: Spec = None
         self.bindings: list[Binding] = []
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether Python gets a value, or a size that depends on values, from it."""
+        return self.reader is not None or any(isinstance(b, (HostValue, HostTensor)) for b in self.bindings)
 
     def bind(self, spec: Spec, bindings: list[Binding]) -> None:
         self.spec, self.bindings = spec, bindings

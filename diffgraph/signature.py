@@ -37,6 +37,7 @@ class Refused(Exception):
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
         self.reason = reason
+        self.detail = detail
 
 
 class Signature(NamedTuple):
@@ -129,6 +130,25 @@ def _overlaps(tensor: torch.Tensor) -> bool:
             return True
         end += stride * (size - 1)
     return False
+
+
+#: What `_mode` holds, in its order.
+MODE = (
+    "autocast",
+    "default dtype",
+    "float32 precision",
+    "deterministic algorithms",
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "bf16 reduced-precision reduction",
+    "fp16 reduced-precision reduction",
+    "fp16 accumulation",
+    "BLAS",
+    "order of attention kernels",
+    "attention kernels",
+    "attention backend",
+)
 
 
 def _mode(device: torch.device) -> tuple[Any, ...]:

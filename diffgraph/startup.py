@@ -33,7 +33,7 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
     with ExitStack() as stack:
         for runner in runners:
             stack.enter_context(runner.insisting())
-        stack.enter_context(_untouched(pipe))
+        stack.enter_context(untouched(pipe))
         bar = stack.enter_context(tqdm(sorted(shapes, key=lambda s: s.size, reverse=True), desc="diffgraph capture"))
         for shape in bar:
             bar.set_postfix_str(f"{shape}, {free_memory(_device(pipe)) / _MIB:.0f} MiB free")
@@ -104,7 +104,7 @@ def call_arguments(
 
 
 @contextmanager
-def _untouched(pipe: Any) -> Iterator[None]:
+def untouched(pipe: Any) -> Iterator[None]:
     """Give the pipeline back as it was: a call leaves its scheduler, its progress bar and its private fields changed."""
     before = dict(vars(pipe))
     scheduler, device = before.get("scheduler"), _device(pipe)

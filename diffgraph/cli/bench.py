@@ -1,0 +1,108 @@
+"""One denoiser call, eager, breakable and as one whole graph: times, memory, and whether the bits are equal."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from diffgraph.cli import models
+from diffgraph.cli.errors import UsageError
+from diffgraph.cli.screen import MIB, console, print_json, table, working
+from diffgraph.cli.shape_options import shapes_of
+
+BACKENDS = ("breakable", "full")
+COLUMNS = ("shape", "denoiser", "backend", "ms", "speed-up", "segments", "breaks", "memory MiB", "bit-equal", "eager because")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_arguments(parser)
+    parser.add_argument("--shapes", metavar="SHAPES", help="512x512,768x512@batch=2 or a file (default: the model's usual one)")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="those to compare with eager")
+    parser.add_argument("--repeats", type=int, default=10, help="timed calls of each")
+    parser.add_argument("--json", action="store_true", help="rows as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    backends = [name.strip() for name in options.backends.split(",") if name.strip()]
+    if not backends or any(name not in BACKENDS for name in backends):
+        raise UsageError(f"--backends is {options.backends!r}; accepted: {', '.join(BACKENDS)}")
+    if options.repeats < 2:
+        raise UsageError(f"--repeats is {options.repeats}; accepted: at least 2")
+    shapes = shapes_of([options.shapes]) if options.shapes is not None else None
+    screen = None if options.json else console()
+    with working(f"loading {options.model}"):
+        model = models.load(options)
+    rows = []
+    for shape in shapes or [model.default_shape()]:
+        with working(f"eager, {', '.join(backends)}: {shape}"):
+            rows += measure(model, shape, backends, options.repeats)
+    if screen is None:
+        print_json(rows)
+    else:
+        screen.print(table(f"{type(model.pipe).__name__}: one denoiser call", COLUMNS, [list(row.values()) for row in rows]))
+        if model.pipe.device.type == "cpu":
+            screen.print("On a CPU nothing waits for Python: no speed-up is to be expected.")
+    return 0 if all(row["equal"] is not False for row in rows) else 1
+
+
+def measure(model: models.Model, shape: Any, backends: list[str], repeats: int) -> list[dict[str, Any]]:
+    """A row a kind of call and backend. Each backend is timed in turn with eager, which the row's ratio refers to."""
+    from statistics import median
+
+    from diffgraph.cli.calls import denoiser_calls
+
+    rows = []
+    for call in denoiser_calls(model, shape):
+        timed = [(backend, *_timed(call, backend, repeats)) for backend in backends]
+        eager = median([ms for _, times, _, _ in timed for ms in times])
+        about = {"shape": str(shape), "denoiser": call.name}
+        rows.append({**about, "backend": "eager", "ms": eager, "ratio": 1.0} | dict.fromkeys(_MEASURED))
+        for backend, own_eager, replayed, found in timed:
+            times = {"ms": None, "ratio": None}
+            if replayed:
+                times = {"ms": median(replayed), "ratio": median(own_eager) / median(replayed)}
+            rows.append({**about, "backend": backend, **times, **found})
+    return rows
+
+
+_MEASURED = ("segments", "breaks", "memory_mib", "equal", "reasons")
+
+
+def _timed(call: Any, backend: str, repeats: int) -> tuple[list[float], list[float], dict[str, Any]]:
+    import warnings
+
+    import torch
+
+    import diffgraph
+    from diffgraph.cli.clock import call_ms
+    from diffgraph.compare import same_bits
+
+    eager: list[float] = []
+    replayed: list[float] = []
+    found: dict[str, Any] = dict.fromkeys(_MEASURED)
+    diffgraph.accelerate_module(call.module, backend=backend, verify=False, prompt_buckets=None)  # whatever it gains
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", diffgraph.CaptureWarning)  # told in the row
+            for _ in range(8):  # a model whose caches are still filling takes more than two
+                output = call()
+                if diffgraph.report(call.module).replays:
+                    break
+            before = diffgraph.report(call.module)
+            for _ in range(2):
+                with diffgraph.paused(call.module):
+                    eager += call_ms(call, repeats, call.device)[1:]
+                replayed += call_ms(call, repeats, call.device)[1:]
+            report = diffgraph.report(call.module)
+            if report.replays - before.replays == 2 * repeats:
+                output = call()
+                with diffgraph.paused(call.module):
+                    found["equal"] = same_bits(output, call())
+                (row,) = [s for s in report.signatures if s.captured]
+                found |= {"segments": row.segments, "breaks": row.breaks, "memory_mib": report.memory_bytes / MIB}
+            else:
+                replayed = []
+                found["reasons"] = ", ".join(r for r in report.reasons if r not in ("unseen_signature", "paused"))
+    finally:
+        diffgraph.restore_pipeline(call.module)
+    return eager, replayed, found

@@ -1,0 +1,5 @@
+"""What a command says of bad input."""
+
+
+class UsageError(Exception):
+    """One line: what is wrong, and what to do."""

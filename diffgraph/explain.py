@@ -1,0 +1,224 @@
+"""What would happen to a call, and which field keeps it from a recording. Nothing of the denoiser runs to find out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from diffgraph.capture import Recording
+from diffgraph.components import DENOISERS
+from diffgraph.current import foreign_capture, open_recorder
+from diffgraph.differences import Difference, nearest
+from diffgraph.errors import OptionError, OptionTypeError
+from diffgraph.pipeline import accelerated
+from diffgraph.prompts import PromptBuckets
+from diffgraph.reasons import Reason
+from diffgraph.refusals import refusal
+from diffgraph.runner import MAX_NUMBER_VARIANTS, Runner, intercepted
+from diffgraph.signature import Call, Refused
+from diffgraph.startup import untouched
+from diffgraph.tree import flatten
+
+_CALLBACKS = ("callback_on_step_end", "callback")
+
+
+@dataclass(frozen=True)
+class CallExplanation:
+    """One kind of denoiser call. `route`: `replay`, `capture` or `eager`, this one with a `reason` code; `nearest`: the captured
+    signature that is most like this one, where it has no recording of its own, and `differences` to it, field by field."""
+
+    label: str
+    route: str
+    reason: str | None = None
+    then: str | None = None
+    nearest: str | None = None
+    differences: list[Difference] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        why = f" because {self.reason} ({Reason(self.reason).meaning})" if self.reason else ""
+        lines = [f"{self.route}{why}{f'; {self.then}' if self.then else ''}", f"  {self.label}"]
+        if self.nearest:
+            lines.append(f"  nearest captured: {self.nearest}")
+            lines += [f"    {d.field}: recorded {d.recorded}, given {d.given}" for d in self.differences]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The calls that a pipeline would make to its denoisers, each kind once. `complete`: whether those are all; where a signature
+    is not recorded, what follows depends on a result that nobody has."""
+
+    calls: list[CallExplanation]
+    complete: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "complete": self.complete,
+            "calls": [{**asdict(c), "differences": [d._asdict() for d in c.differences]} for c in self.calls],
+        }
+
+    def __str__(self) -> str:
+        rest = [] if self.complete else ["(what follows is not known: the denoiser was not run)"]
+        return "\n".join([*map(str, self.calls), *rest])
+
+
+class _Enough(BaseException):
+    """Ends the pipeline's call. No `Exception`: a pipeline could take it for a failure of its own."""
+
+
+def explain(pipe: Any, *args: Any, **call: Any) -> Explanation:
+    """What would happen now to `pipe(*args, **call)`: per kind of denoiser call the route, and what keeps it from replaying.
+
+    The pipeline's call runs up to its denoiser, text encoders included, and nothing of the denoiser; what is recorded goes on
+    with what its recording last returned. Pipeline, scheduler, generators and report stay as they are; like any call of the
+    pipeline, it is not for two threads at a time. For a module that was accelerated on its own,
+    `explain(module, *args, **kwargs)` under `torch.no_grad()`.
+
+    A replay is foreseen, not promised: values that the host reads inside the forward show when it runs. Raises
+    `NotAcceleratedError`, `OptionError` where no denoiser is accelerated, and whatever the pipeline's call raises for these
+    arguments.
+
+    Example:
+        >>> print(diffgraph.explain(pipe, "a red cat", height=768, width=512))
+        eager because unseen_signature (nothing is recorded for this signature (yet, or by choice of `capture`))
+          transformer: encoder_hidden_states=[1x16x3584] hidden_states=[1x1536x64] timestep=[1]
+          nearest captured: transformer: encoder_hidden_states=[1x16x3584] hidden_states=[1x1024x64] timestep=[1]
+            hidden_states: recorded [1x1024x64] bfloat16, given [1x1536x64] bfloat16
+            img_shapes[0][0][1]: recorded 32, given 48
+        (what follows is not known: the denoiser was not run)
+    """
+    runners = accelerated(pipe)
+    if isinstance(pipe, torch.nn.Module):
+        return Explanation([_foreseen(runners[0], pipe, args, call)[0]], complete=True)
+    if not callable(pipe):
+        raise OptionTypeError(f"{type(pipe).__name__} cannot be called; accepted: an accelerated pipeline or module")
+    for name in _CALLBACKS:
+        call.pop(name, None)
+    if "output_type" in inspect.signature(type(pipe).__call__).parameters:
+        call["output_type"] = "latent"  # nothing is decoded
+    denoisers = [runner for runner in runners if runner.name in DENOISERS]
+    if not denoisers:
+        raise OptionError(f"no denoiser of this {type(pipe).__name__} is accelerated, and explain tells of denoisers alone")
+    probe = _Probe(len(denoisers))
+    with ExitStack() as stack:
+        stack.enter_context(untouched(pipe))
+        stack.enter_context(_as_they_were([*args, *call.values()]))
+        for runner in runners:
+            stack.enter_context(runner.probed(probe if runner in denoisers else Runner.plainly))
+        stack.enter_context(suppress(_Enough))
+        pipe(*args, **call)
+    return Explanation(list(probe.found.values()), probe.complete)
+
+
+class _Probe:
+    """Stands where the denoisers' calls arrive."""
+
+    def __init__(self, denoisers: int) -> None:
+        self.found: dict[tuple[int, str], CallExplanation] = {}
+        self.complete = True
+        self._denoisers = denoisers
+        self._repeating: set[int] = set()  # denoisers that are in their second step
+
+    def __call__(self, runner: Runner, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        explained, recording, call = _foreseen(runner, module, args, kwargs)
+        key = id(runner), explained.label
+        if key in self.found:
+            self._repeating.add(id(runner))
+        self.found.setdefault(key, explained)
+        if len(self._repeating) == self._denoisers:
+            raise _Enough
+        if recording is None or call is None:
+            self.complete = False
+            raise _Enough
+        with recording.pool.turn():
+            return recording.outputs(call.leaves)
+
+
+def _foreseen(
+    runner: Runner, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[CallExplanation, Recording | None, Call | None]:
+    """What `Runner` would do with this call, changing nothing; the recording that it would replay, and the call as recorded."""
+    call: Call | None = None
+    try:
+        change = _check_state(runner, module)
+        device = next((t.device for t in module.parameters()), torch.device("cpu"))
+        prompts = PromptBuckets.of(module, runner.options, runner.positional)
+        padded = None if prompts is None else prompts.padded(args, kwargs)
+        call = Call.of(args, kwargs, device) if padded is None else Call.of(padded.args, padded.kwargs, device, padded.prompt)
+        too_long = prompts is not None and prompts.too_long(args, kwargs)
+        return _route(runner, call, change, too_long)
+    except Refused as refused:
+        label = runner.name if call is None else runner.label(call.signature)
+        text = f"{label} ({refused.detail})" if refused.detail else label
+        return _near(runner, call, CallExplanation(text, "eager", str(refused.reason))), None, call
+
+
+def _check_state(runner: Runner, module: torch.nn.Module) -> Reason | None:
+    """What has changed since the recordings were made; raises `Refused` for what cannot be recorded at all."""
+    if runner.is_paused:
+        raise Refused(Reason.PAUSED)
+    if torch.is_grad_enabled():
+        raise Refused(Reason.GRAD_ENABLED)
+    if open_recorder() is not None or foreign_capture() or intercepted():
+        raise Refused(Reason.NESTED_CAPTURE)
+    change = runner.pending_change()
+    refused = refusal(module)
+    if refused is not None:
+        raise Refused(refused)
+    return change
+
+
+def _route(
+    runner: Runner, call: Call, change: Reason | None, too_long: bool
+) -> tuple[CallExplanation, Recording | None, Call | None]:
+    label, entry = runner.label(call.signature), runner.entries.get(call.signature)
+    on_demand = runner.options.capture == "on_demand"
+    if entry is None:
+        if not on_demand:
+            raise Refused(Reason.PROMPT_TOO_LONG if too_long else Reason.UNSEEN_SIGNATURE)
+        if runner.variants(call.signature) >= MAX_NUMBER_VARIANTS:
+            raise Refused(Reason.HOST_VALUE_CHANGED, "a number among the arguments is another one at each call")
+        then = "its next call is recorded, and those after that replay"
+        return _near(runner, call, CallExplanation(label, "eager", str(Reason.UNSEEN_SIGNATURE), then)), None, call
+    known = [] if change is not None else entry.values.recorded()
+    if known and not entry.values.is_resting:
+        then = None if known[0].trusted or not runner.options.verify else "it is the first, so it is compared with eager"
+        return CallExplanation(label, "replay", then=then), known[0].recording, call
+    if known:
+        raise Refused(Reason.HOST_VALUE_CHANGED)
+    if entry.refused is not None and (change is None or entry.refused is Reason.VERIFY_FAILED):
+        raise Refused(entry.refused)
+    lost = change or entry.lost or Reason.UNSEEN_SIGNATURE
+    if not on_demand:
+        raise Refused(lost)
+    if change is None and entry.seen >= runner.wait(entry):
+        return CallExplanation(label, "capture", then="the calls after it replay"), None, call
+    return CallExplanation(label, "eager", str(lost), "a later call is recorded"), None, call
+
+
+def _near(runner: Runner, call: Call | None, explained: CallExplanation) -> CallExplanation:
+    """With the nearest captured signature."""
+    if call is None:
+        return explained
+    others = [s for s, entry in list(runner.entries.items()) if s != call.signature and entry.values.recorded()]
+    found = nearest(call.signature, others, runner.positional)
+    if found is None:
+        return explained
+    return CallExplanation(explained.label, explained.route, explained.reason, explained.then, runner.label(found[0]), found[1])
+
+
+@contextmanager
+def _as_they_were(values: list[Any]) -> Iterator[None]:
+    """Give generators among the arguments back as they were."""
+    generators = [leaf for leaf in flatten(values)[0] if isinstance(leaf, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
