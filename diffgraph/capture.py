@@ -17,6 +17,7 @@ from diffgraph.recorder import record
 from diffgraph.sequence import Break, GraphSequence
 from diffgraph.signature import Call, is_constant
 from diffgraph.static_inputs import StaticInputs
+from diffgraph.taken import Left, Lists
 from diffgraph.tensors import describe, has_plain_memory
 from diffgraph.tree import Spec, flatten, map_leaves, unflatten
 
@@ -30,6 +31,7 @@ class Recording:
         self.inputs = inputs
         self.sequence = sequence
         self.wrote_inputs = False  # it wrote to its arguments, which a replay would do to the static inputs only
+        self.taken: Left = ()  # what it leaves of the lists among its arguments
         self.draws = False  # it draws random numbers
         self.unused_breaks: list[str] = []  # names given to `breaks` that the forward never called
         self.padding: Padding | None = None  # of its prompts
@@ -107,7 +109,9 @@ class EagerRecording(Recording):
         with self.pool.turn():
             self.inputs.copy_from(call.leaves)
             args, kwargs = self.inputs.call()
+            lists = Lists(args, kwargs)
             self._set_outputs(self._forward(*args, **kwargs), lambda _: False)
+            self.taken = lists.left()
             return self.outputs(call.leaves)
 
 
@@ -136,6 +140,7 @@ def capture(
         rng = pool.rng_state()
         whole = backend == "full"
         args, kwargs = inputs.call()
+        lists = Lists(args, kwargs)
         weights = chain(module.parameters(), module.buffers())
         recording.padding = None if call.prompt is None else call.prompt.padding()
         with (
@@ -146,11 +151,12 @@ def capture(
             output = map_leaves(_settled, forward(*args, **kwargs))
             _check_outputs(output)
         recording.wrote_inputs = bool(recorder.written)
+        recording.taken = lists.left()
         recording._set_outputs(output, recorder.is_born)
         recording.draws = pool.drew(rng)
         recording.unused_breaks = break_points.unused(() if whole else breaks, sequence)
         result = recording.outputs(call.leaves)
-        del output, args, kwargs
+        del output, args, kwargs, lists
         recording.escaped = recorder.escaped()
         return recording, result
 

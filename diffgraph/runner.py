@@ -33,6 +33,7 @@ from diffgraph.reasons import Reason
 from diffgraph.refusals import refusal
 from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused, Signature
+from diffgraph.taken import Lists
 from diffgraph.tensors import tensors_in
 from diffgraph.traffic import asked_shape
 from diffgraph.tree import flatten
@@ -313,9 +314,10 @@ class Runner:
         state = fingerprint.state_versions() if fingerprint is not None else []
         before, spec = flatten((args, kwargs), objects=True)
         given = _contents(before)
-        rng = pool.rng_state()
+        rng, lists = pool.rng_state(), Lists(args, kwargs)
         output = self._eager(module, args, kwargs)
-        after, spec_after = flatten((args, kwargs), objects=True)
+        with lists.as_given():
+            after, spec_after = flatten((args, kwargs), objects=True)
         changed_arguments = (
             spec != spec_after
             or any(a is not b for a, b in zip(before, after, strict=True))
@@ -331,6 +333,7 @@ class Runner:
             else:
                 entry.seen += 1
         if self._insisting and entry.recording is None and entry.refused is None:
+            lists.put_back()
             return self._recorded(module, args, kwargs)
         return output
 
@@ -404,15 +407,17 @@ class Runner:
             entry.memory_bytes = pool.bytes() - before
             if not self.memory.admit(entry, pool):
                 entry.refused = Reason.OUT_OF_MEMORY
+        Lists(visit.args, visit.kwargs).take(recording.taken)
         return output
 
     def _wrong_padding(self, visit: Visit, recording: Recording, output: Any) -> Reason | None:
         """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
         if recording.wrote_inputs:
             return Reason.SIDE_EFFECTS
-        if self.options.verify and not close(output, self._eager(visit.module, visit.args, visit.kwargs)):
-            return Reason.VERIFY_FAILED
-        return None
+        lists = Lists(visit.args, visit.kwargs)
+        wrong = self.options.verify and not close(output, self._eager(visit.module, visit.args, visit.kwargs))
+        lists.put_back()
+        return Reason.VERIFY_FAILED if wrong else None
 
     def _replay(self, visit: Visit) -> Any:
         entry = visit.entry
@@ -421,6 +426,7 @@ class Runner:
         if not entry.trusted and self.options.verify:
             return self._verify(visit, recording)
         output = self._run(entry, recording, visit.call)
+        Lists(visit.args, visit.kwargs).take(recording.taken)
         self._note_replay(entry, recording)
         return output
 
