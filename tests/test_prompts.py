@@ -292,6 +292,21 @@ def test_start_up_records_every_bucket(name):
     assert set(diffgraph.report(pipe).unseen) == set()
 
 
+def test_a_call_made_shorter_to_record_a_bucket_is_as_one_that_came_so():
+    """To the signature, too: a cut that left its tensors spaced in memory was never met again."""
+    rule, call = families.RULES["QwenImageTransformer2DModel"], qwen_call(40, 40, mask=True)
+    assert all(tensor.is_contiguous() for tensor in rule.resized(call, (16,)).values())
+    rule, call = families.RULES["ZImageTransformer2DModel"], z_image_call(40, 10)
+    call["controlnet_block_samples"] = {0: noise(2, 32 + 64, 64)}
+    changed = rule.resized(call, (20, 10))["controlnet_block_samples"][0]
+    assert changed.shape == (2, 32 + 32, 64) and changed.is_contiguous()
+    assert rule.resized(call, (64, 32))["controlnet_block_samples"][0] is call["controlnet_block_samples"][0]
+
+
+def test_the_negative_prompt_of_z_image_stays_as_it_is_however_long():
+    assert set(families.RULES["ZImageTransformer2DModel"].every((20, 90), AUTO)) == {(n, 96) for n in range(32, 513, 32)}
+
+
 def test_more_shapes_than_max_graphs_are_all_kept_when_asked_for():
     pipe = pipelines.build("qwen_image")
     diffgraph.accelerate_pipeline(pipe, capture_shapes=["64x64", "64x96", "96x64"])

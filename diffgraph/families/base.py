@@ -57,7 +57,7 @@ def rows(tensor: torch.Tensor, length: int, dim: int, *, before: bool = False) -
     """`tensor` with `length` rows along `dim`: cut, or filled up with zeros (`False`), behind or `before` the others."""
     missing = length - tensor.shape[dim]
     if missing <= 0:
-        return tensor if missing == 0 else tensor.narrow(dim, 0, length)
+        return tensor if missing == 0 else tensor.narrow(dim, 0, length).contiguous()  # as a call's own is
     shape = list(tensor.shape)
     shape[dim] = missing
     filling = tensor.new_zeros(shape)
