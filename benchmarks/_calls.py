@@ -11,7 +11,7 @@ import torch
 import pipelines
 from diffgraph import CaptureShape
 from diffgraph.compare import same_bits
-from diffgraph.pipeline import DENOISERS
+from diffgraph.components import DENOISERS
 from diffgraph.tree import flatten, unflatten
 
 
@@ -29,8 +29,8 @@ class DenoiserCall:
         return next(self.module.parameters()).device
 
     @classmethod
-    def of(cls, pipe: Any, family: str, shape: str) -> DenoiserCall:
-        """The first call that `pipe` makes at `shape` (`512x512`, `480x832x17`)."""
+    def of(cls, pipe: Any, family: str, shape: str, **options: Any) -> DenoiserCall:
+        """The first call that `pipe` makes at `shape` (`512x512`, `480x832x17`); options as `pipelines.inputs` takes them."""
         module = next(m for m in (getattr(pipe, name, None) for name in DENOISERS) if m is not None)
         seen: list[tuple[Any, Any]] = []
 
@@ -40,7 +40,7 @@ class DenoiserCall:
 
         hook = module.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            pipe(**inputs(pipe, family, shape), num_inference_steps=2, output_type="latent")
+            pipe(**inputs(pipe, family, shape, **options), num_inference_steps=2, output_type="latent")
         finally:
             hook.remove()
         return cls(module, *seen[0])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffgraph.pipeline import DENOISERS
+from diffgraph.components import DENOISERS
 
 #: The names are ours, the configurations torchao's.
 QUANTIZED = {"fp8": "Float8DynamicActivationFloat8WeightConfig", "int8": "Int8WeightOnlyConfig"}

@@ -18,7 +18,8 @@ from benchmarks._measure import call_ms, release
 from benchmarks._results import Results, Row
 from benchmarks._table import table
 from diffgraph.compare import same_bits
-from diffgraph.families import rule_of
+from diffgraph.families.base import rows
+from diffgraph.options import Options
 from diffgraph.prompts import PromptBuckets
 
 LENGTHS = (20, 40, 64, 70, 100, 130, 190, 200, 270, 330, 400, 520, 600, 726, 850, 1000)
@@ -59,7 +60,7 @@ class Case:
         return row | {"psnr": self._psnr(length) if self.options.steps else None}
 
     def _call(self, length: int) -> DenoiserCall:
-        given = inputs(self.pipe, self.family, self.shape, prompt_length=length)
+        given = self._given(length)
         seen: list[DenoiserCall] = []
 
         def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -72,6 +73,10 @@ class Case:
         finally:
             hook.remove()
         return seen[0]
+
+    def _given(self, length: int) -> dict[str, Any]:
+        limit = {"max_sequence_length": 1024} if length > 512 else {}  # longer ones are cut at the pipelines' default
+        return {**inputs(self.pipe, self.family, self.shape, prompt_length=length), **limit}
 
     def _measured(self, call: DenoiserCall, buckets: Any) -> tuple[list[float], Any]:
         diffgraph.accelerate_pipeline(self.pipe, prompt_buckets=buckets, verify=False)
@@ -87,19 +92,18 @@ class Case:
             release()
 
     def _bucket(self, call: DenoiserCall) -> int:
-        padded = PromptBuckets.of(call.module, diffgraph.options.Options(), ()).padded((), call.kwargs)  # type: ignore[union-attr]
+        padded = PromptBuckets.of(call.module, Options(), ()).padded((), call.kwargs)  # type: ignore[union-attr]
         return padded.prompt.buckets[0]  # type: ignore[union-attr]
 
     def _masked(self, call: DenoiserCall, eager: Any) -> float | None:
-        """How far eager itself moves when the same prompt is padded to the bucket under a mask: another shape of matrices."""
-        names = {"encoder_hidden_states", "encoder_hidden_states_mask"}
-        if not names & set(call.kwargs) or self.family != "qwen_image":
+        """How far eager itself moves when the same prompt is padded to the bucket under a mask, as pipelines pad: other shapes of
+        matrices, another attention kernel."""
+        if "encoder_hidden_states_mask" not in call.kwargs:
             return None
-        text = call.kwargs["encoder_hidden_states"]
+        text, size = call.kwargs["encoder_hidden_states"], self._bucket(call)
         mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
-        given = {**call.kwargs, "encoder_hidden_states_mask": mask}
-        changed = rule_of(call.module).resized(given, (self._bucket(call),))  # type: ignore[union-attr]
-        return _distance(call.module(*call.args, **{**given, **changed}), eager)
+        padded = {"encoder_hidden_states": rows(text, size, 1), "encoder_hidden_states_mask": rows(mask, size, 1)}
+        return _distance(call.module(*call.args, **{**call.kwargs, **padded}), eager)
 
     def _psnr(self, length: int) -> float:
         """Of the final latents of a whole call, against eager's."""
@@ -113,7 +117,7 @@ class Case:
             release()
 
     def _latents(self, length: int) -> torch.Tensor:
-        given = inputs(self.pipe, self.family, self.shape, prompt_length=length)
+        given = self._given(length)
         return self.pipe(**given, num_inference_steps=self.options.steps, output_type="latent")[0]
 
 

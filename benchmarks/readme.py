@@ -12,6 +12,7 @@ from diffgraph.reasons import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
+SOAK = RESULTS.with_name("soak-cpu.json")
 ANOTHER_RUN = RESULTS.with_name("h200-another-run.json")  # the same kind of machine, with a host of another speed
 NAMES = {
     "qwen_image": "Qwen-Image 20.4B",
@@ -27,7 +28,8 @@ NAMES = {
 
 def filled(text: str) -> str:
     """The README's text with what stands between each pair of markers made anew."""
-    for name, made in (("benchmarks", measured()), ("reasons", reasons())):
+    blocks = {"benchmarks": measured, "prompts": prompts, "reliability": reliability, "reasons": reasons}
+    for name, made in ((name, make()) for name, make in blocks.items()):
         block = f"<!-- {name} -->\n{made}\n<!-- end of {name} -->"
         text = re.sub(rf"<!-- {name} -->(.*?<!-- end of {name} -->)?", lambda _, b=block: b, text, count=1, flags=re.DOTALL)
     return text
@@ -35,6 +37,40 @@ def filled(text: str) -> str:
 
 def reasons() -> str:
     return "\n".join(["| reason | meaning |", "|---|---|", *(f"| `{r}` | {r.meaning} |" for r in Reason)])
+
+
+def prompts() -> str:
+    """What buckets cost and change, measured."""
+    data, rows = read(RESULTS)
+    rows = sorted((r for r in rows.values() if r["what"] == "prompt"), key=lambda r: r["length"])
+    if not rows:
+        return ""
+    exact = [r for r in rows if r["equal"]]
+    others = ", ".join(f"{r['length']} ({r['difference']:.3f})" for r in rows if not r["equal"])
+    return (
+        f"Measured on {data['machine']}, Qwen-Image in bf16 at 512×512, prompts of {rows[0]['length']} to {rows[-1]['length']} "
+        f"rows: a bucket costs {_span(r['cost'] for r in rows)} % of a call over the exact length. {len(exact)} of {len(rows)} "
+        f"lengths have eager's bits; the relative difference of the others: {others or 'none'}. (Padded under a mask, as "
+        f"pipelines pad, eager itself moves by {_span((r['masked'] for r in rows if r['masked']), 3)}.)"
+    )
+
+
+def reliability() -> str:
+    """What the soak has found, in sentences."""
+    data = json.loads(SOAK.read_text(encoding="utf-8"))
+    (row,), versions = data["rows"], data["versions"]
+    count = {name: f"{row[name]:,}" for name in ("steps", "calls", "replays", "captures", "eager", "evictions", "faults")}
+    flat = "flat" if row["flat"] else "NOT FLAT"
+    return (
+        f"CPU device, two cores, torch {versions['torch']}, diffusers {versions['diffusers']}: {row['seconds']:.0f} s, "
+        f"seed {row['seed']}, tiny {', '.join(row['family'].split(','))}, {row['threads']} threads. {count['steps']} acts "
+        f"of {len(row['acts'])} kinds, {count['calls']} calls compared with eager: **{row['mismatches']} differ, "
+        f"{row['escapes']} errors escape**, {row['unforeseen']} limits broken or warnings uncalled for. "
+        f"{count['replays']} replays, {count['captures']} captures, {count['evictions']} evictions, {count['eager']} eager "
+        f"calls for {len(row['reasons'])} reasons; {count['faults']} injected faults struck. Memory once everything is dropped: "
+        f"{row['quarter_mib']:.0f} MiB at a quarter of the run, {row['end_mib']:.0f} MiB at its end ({flat}); of diffgraph's own "
+        f"objects {len(row['ours_left']) or 'none'} left."
+    )
 
 
 def measured() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from diffgraph import breaks as break_points
+from diffgraph.compare import same_bits
+from diffgraph.containers import follow
 from diffgraph.devices import Pool
 from diffgraph.errors import CaptureError
 from diffgraph.padding import Padding
@@ -17,7 +19,6 @@ from diffgraph.recorder import record
 from diffgraph.sequence import Break, GraphSequence
 from diffgraph.signature import Call, is_constant
 from diffgraph.static_inputs import StaticInputs
-from diffgraph.taken import Left, Lists
 from diffgraph.tensors import describe, has_plain_memory
 from diffgraph.tree import Spec, flatten, map_leaves, unflatten
 
@@ -31,9 +32,10 @@ class Recording:
         self.inputs = inputs
         self.sequence = sequence
         self.wrote_inputs = False  # it wrote to its arguments, which a replay would do to the static inputs only
-        self.taken: Left = ()  # what it leaves of the lists among its arguments
         self.draws = False  # it draws random numbers
         self.unused_breaks: list[str] = []  # names given to `breaks` that the forward never called
+        self.left: list[Any] | None = None  # by the last run, in the caller's containers, where the forward changes them
+        self.left_spec: Spec = None
         self.padding: Padding | None = None  # of its prompts
         self.escaped = False  # something outside still holds memory that the next replay overwrites
         self._spec: Spec = None
@@ -71,10 +73,29 @@ class Recording:
         leaves = [
             given[at] if at is not None else _cloned(leaf, made) for leaf, at in zip(self._leaves, self._given, strict=True)
         ]
-        return unflatten(self._spec, leaves)
+        output, self.left = unflatten(self._spec, leaves)
+        return output
 
-    def _set_outputs(self, output: Any, is_born: Callable[[torch.Tensor], bool]) -> None:
-        leaves, self._spec = flatten(output)
+    def follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do to the caller's containers what the forward did to the static ones."""
+        if self.left is not None:
+            follow((args, kwargs), self.left_spec, iter(self.left))
+            self.left = None
+
+    def did(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether eager has just done to the caller's containers what the last run would."""
+        if self.left is None:
+            return True
+        leaves, spec = flatten((args, dict(sorted(kwargs.items()))), objects=True)
+        left, self.left = self.left, None
+        return spec == self.left_spec and same_bits(leaves, left)
+
+    def _set_outputs(
+        self, output: Any, changed: tuple[list[Any], Spec] | None, is_born: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """`changed`: what the forward left in the containers that it was given."""
+        left, self.left_spec = (None, None) if changed is None else changed
+        leaves, self._spec = flatten((output, left), objects=True)
         self._given = list(map(self.inputs.position, leaves))
         made: dict[int, Any] = {}
         for leaf in leaves:
@@ -109,9 +130,8 @@ class EagerRecording(Recording):
         with self.pool.turn():
             self.inputs.copy_from(call.leaves)
             args, kwargs = self.inputs.call()
-            lists = Lists(args, kwargs)
-            self._set_outputs(self._forward(*args, **kwargs), lambda _: False)
-            self.taken = lists.left()
+            output = self._forward(*args, **kwargs)
+            self._set_outputs(output, self.inputs.changed(args, kwargs), lambda _: False)
             return self.outputs(call.leaves)
 
 
@@ -124,10 +144,11 @@ def capture(
     backend: str,
     breaks: str | Sequence[str],
     more_breaks: Sequence[str] = (),
+    break_ops: Collection[Any] = (),
 ) -> tuple[Recording, Any]:
     """Record `forward` for this call. Returns the recording and the call's own result: a capture is a true forward.
 
-    `more_breaks` are names of submodules beside what `breaks` chooses, to run eagerly.
+    `more_breaks` are names of submodules, beside what `breaks` chooses, and `break_ops` ops to run eagerly.
     Whatever the forward raises is passed on, with nothing of the attempt left.
     """
     with pool.turn():
@@ -140,23 +161,22 @@ def capture(
         rng = pool.rng_state()
         whole = backend == "full"
         args, kwargs = inputs.call()
-        lists = Lists(args, kwargs)
         weights = chain(module.parameters(), module.buffers())
         recording.padding = None if call.prompt is None else call.prompt.padding()
         with (
             break_points.placed(module, () if whole else breaks, () if whole else more_breaks),
             padded(module, call, recording.padding),
-            record(sequence, weights=weights, inputs=inputs.tensors, whole=whole) as recorder,
+            record(sequence, weights=weights, inputs=inputs.tensors, whole=whole, break_ops=break_ops) as recorder,
         ):
-            output = map_leaves(_settled, forward(*args, **kwargs))
-            _check_outputs(output)
+            output = map_leaves(_settled, forward(*args, **kwargs), objects=True)
+            changed = inputs.changed(args, kwargs)
+            _check_outputs((output, changed and changed[0]))
         recording.wrote_inputs = bool(recorder.written)
-        recording.taken = lists.left()
-        recording._set_outputs(output, recorder.is_born)
+        recording._set_outputs(output, changed, recorder.is_born)
         recording.draws = pool.drew(rng)
         recording.unused_breaks = break_points.unused(() if whole else breaks, sequence)
         result = recording.outputs(call.leaves)
-        del output, args, kwargs, lists
+        del output, args, kwargs, changed
         recording.escaped = recorder.escaped()
         return recording, result
 
@@ -181,7 +201,7 @@ def _settled(leaf: Any) -> Any:
 
 
 def _check_outputs(output: Any) -> None:
-    for leaf in flatten(output)[0]:
+    for leaf in flatten(output, objects=True)[0]:
         if isinstance(leaf, torch.Tensor) and not has_plain_memory(leaf):
             raise CaptureError(f"the forward returned a {describe(leaf)}; accepted: plain dense tensors")
         if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):

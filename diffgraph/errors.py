@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,14 @@ class NotYetError(DiffgraphError, NotImplementedError):
 
 class CaptureError(DiffgraphError, RuntimeError):
     """A forward could not be recorded."""
+
+
+class OpNotRecordable(CaptureError):
+    """An op failed while it was recorded, though nothing about it told that it would: it has to be a break."""
+
+    def __init__(self, op: Any, cause: BaseException) -> None:
+        super().__init__(f"{op} cannot be recorded: {cause}")
+        self.op = op
 
 
 class ReplayError(DiffgraphError, RuntimeError):

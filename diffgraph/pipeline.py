@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from diffgraph import breaks as break_points
+from diffgraph import components as components_of
 from diffgraph.errors import (
     AlreadyAcceleratedError,
-    NoDenoiserError,
     NotAcceleratedError,
-    NotYetError,
     OptionError,
     OptionTypeError,
 )
@@ -24,10 +23,6 @@ from diffgraph.report import Report
 from diffgraph.runner import Runner
 from diffgraph.shapes import load_shapes
 from diffgraph.startup import capture_shapes as capture_at_startup
-
-_COMPILED = "_orig_mod"  # where `torch.compile(module)` keeps the module
-#: The names under which diffusers' pipelines keep the module that they call at each step.
-DENOISERS = ("transformer", "transformer_2", "unet")
 
 P = TypeVar("P")
 M = TypeVar("M", bound=torch.nn.Module)
@@ -68,7 +63,8 @@ def accelerate_pipeline(
             eager, its second is recorded, the rest replay; `"auto"`: start-up if shapes are given.
         breaks: `"attention"`, `"auto"` (at present the same), or names of submodules ("blocks.0.attn") and functions
             ("package.module.function") to run eager.
-        components: `"denoiser"`, or some of the denoisers' names.
+        components: `"denoiser"`, or names of the pipeline's modules, as in `("transformer", "text_encoder", "vae")`: of a VAE,
+            encoder and decoder.
         prompt_buckets: `"auto"`: where a rule in `families` allows it, prompts share the recording of the next multiple of 64
             rows (up to 1,024), exactly; a list of lengths instead; `None`: each length is recorded for itself.
         max_graphs: recorded signatures a device, the least recently used going first; default 32, or as many as the capture
@@ -88,7 +84,7 @@ def accelerate_pipeline(
         >>> image = pipe("a red cat", height=512, width=512).images[0]
         >>> print(diffgraph.report(pipe))
     """
-    modules = _denoisers(pipe, components)
+    modules = components_of.chosen(pipe, components)
     if capture_shapes is not None and isinstance(pipe, torch.nn.Module):
         raise OptionTypeError("capture_shapes need a pipeline to run through; a module is recorded by calling it")
     shapes = load_shapes(capture_shapes) if capture_shapes is not None else []
@@ -182,29 +178,10 @@ def report(pipe: Any) -> Report:
     found, pushed_out = _found(pipe), _pushed_out(pipe)
     if not pushed_out:
         found = _runners(pipe)  # or say that there are none
-    around = [m for m, _ in found if not any(m is candidate for candidate in _candidates(pipe))]  # by `torch.compile(module)`
-    return Report.of([runner for _, runner in found], [_name_in(pipe, module) for module in (*around, *pushed_out)])
-
-
-def _denoisers(pipe: Any, components: Any) -> dict[str, torch.nn.Module]:
-    if isinstance(pipe, torch.nn.Module):
-        return {type(pipe).__name__: pipe}
-    names = DENOISERS if components == "denoiser" else (components,) if isinstance(components, str) else components
-    if not isinstance(names, Sequence) or not names:
-        raise OptionTypeError(
-            f"components is {components!r}; accepted: 'denoiser' or a tuple of {', '.join(DENOISERS)}"
-        )
-    for name in names:
-        if name not in DENOISERS:
-            raise NotYetError(f"component {name!r} is not built yet; accepted: {', '.join(DENOISERS)}")
-    found = {name: getattr(pipe, name, None) for name in names}
-    modules = {name: module for name, module in found.items() if isinstance(module, torch.nn.Module)}
-    if not modules:
-        raise NoDenoiserError(
-            f"{type(pipe).__name__} has no denoiser; looked for {', '.join(names)}. For a module that your own loop calls, use "
-            "accelerate_module"
-        )
-    return modules
+    called = components_of.candidates(pipe)
+    around = [m for m, _ in found if not any(m is candidate for candidate in called.values())]  # by `torch.compile(module)`
+    names = {id(module): name for name, module in components_of.with_compiled(called)}
+    return Report.of([runner for _, runner in found], [names[id(module)] for module in (*around, *pushed_out)])
 
 
 def _serves(module: torch.nn.Module, pipe: Any) -> bool:
@@ -233,23 +210,8 @@ def _pushed_out(pipe: Any) -> list[torch.nn.Module]:
     return [m for m in _modules(pipe) if _runner(m) is None and pipe in _served.get(m, ())]
 
 
-def _modules(pipe: Any) -> Iterator[torch.nn.Module]:
-    """The denoisers, and those inside `torch.compile(denoiser)`."""
-    for denoiser in _candidates(pipe):
-        yield denoiser
-        inner = denoiser.__dict__["_modules"].get(_COMPILED)
-        if inner is not None:
-            yield inner
-
-
-def _candidates(pipe: Any) -> list[torch.nn.Module]:
-    candidates = [pipe] if isinstance(pipe, torch.nn.Module) else [getattr(pipe, name, None) for name in DENOISERS]
-    return [module for module in candidates if isinstance(module, torch.nn.Module)]
-
-
-def _name_in(pipe: Any, module: torch.nn.Module) -> str:
-    names = [name for name in DENOISERS if module in (m := getattr(pipe, name, None), getattr(m, _COMPILED, None))]
-    return names[0] if names else type(module).__name__
+def _modules(pipe: Any) -> list[torch.nn.Module]:
+    return [module for _, module in components_of.with_compiled(components_of.candidates(pipe))]
 
 
 def _check_shared(modules: dict[str, torch.nn.Module], options: Options) -> None:

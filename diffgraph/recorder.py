@@ -13,7 +13,7 @@ import gc
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.ambient import Ambient
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
-from diffgraph.errors import CaptureError, OptionTypeError
+from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
-from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in
+from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
 from diffgraph.tree import flatten, map_leaves, unflatten
 from diffgraph.untraced import untraced
 
@@ -56,16 +56,18 @@ def record(
     weights: Iterable[torch.Tensor] = (),
     inputs: Iterable[torch.Tensor] = (),
     whole: bool = False,
+    break_ops: Collection[Any] = (),
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
-    `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all.
+    `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all; `break_ops`
+    become breaks, and an op that fails to be recorded raises `OpNotRecordable`.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
-    recorder = Recorder(sequence, weights, inputs, whole)
+    recorder = Recorder(sequence, weights, inputs, whole, break_ops)
     with sequence.pool.turn(), RECORDING, sequence.pool.recording(), _as_eager(), _no_autocast_cache():
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
@@ -125,9 +127,15 @@ class Recorder(TorchDispatchMode):
     """Sees every op of the capturing thread; keeps the open segment and what was born in the sequence so far."""
 
     def __init__(
-        self, sequence: GraphSequence, weights: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], whole: bool
+        self,
+        sequence: GraphSequence,
+        weights: Iterable[torch.Tensor],
+        inputs: Iterable[torch.Tensor],
+        whole: bool,
+        break_ops: Collection[Any],
     ) -> None:
         super().__init__()
+        self._break_ops = break_ops
         self.sequence = sequence
         self.pool = sequence.pool
         self.whole = whole
@@ -192,11 +200,23 @@ class Recorder(TorchDispatchMode):
         if on_host_alone(leaves, self.pool.device):
             return self._run_on_host(func, args, kwargs)
         why = why_not_recordable(func, args, leaves, self.pool.device)
+        if why is None and func in self._break_ops:
+            why = "recording it failed"
         if why is not None:
             return self.run_break(f"{func} ({why})", func, args, kwargs)
-        result = self._segment.run(func, args, kwargs)
+        result = self._run_recorded(func, args, kwargs)
         self._note_lifetimes(tensors_in(leaves), result)
         return result
+
+    def _run_recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._segment.run(func, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self.pool.runs_while_recording or self.whole:  # then eager would have failed, too; or nothing can be done
+                raise
+            raise OpNotRecordable(func, error) from error
 
     def _run_on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op on host tensors alone runs now and never again: what it makes is a constant, and what it changes must be one."""
@@ -248,7 +268,9 @@ class Recorder(TorchDispatchMode):
         if all(reference.expired() for reference in self._born.values()):
             return False
         gc.collect()  # a reference cycle is no owner
-        return not all(reference.expired() for reference in self._born.values())
+        breaks = [step for step in self.sequence.steps if isinstance(step, Break)]
+        ours = {storage_of(t) for step in breaks for t in tensors_within((step.args, step.kwargs))}  # in a block mask, say
+        return not all(reference.expired() for key, reference in self._born.items() if key not in ours)
 
     # -- breaks
 

@@ -55,7 +55,8 @@ def global_hook_tables() -> list[dict[int, Any]]:
 
 
 def _hook_refusal(module: torch.nn.Module) -> Reason | None:
-    if module._forward_hooks or module._forward_pre_hooks:
+    hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+    if not all(map(_belongs_to_the_forward, hooks)):
         return Reason.HOOKS_CHANGED
     hook = module.__dict__.get("_hf_hook")
     if hook is not None and _offloads(hook):
@@ -64,6 +65,11 @@ def _hook_refusal(module: torch.nn.Module) -> Reason | None:
     for name in getattr(registry, "hooks", None) or ():
         return next((reason for part, reason in _HOOK_REASONS if part in name), Reason.HOOKS_CHANGED)
     return None
+
+
+def _belongs_to_the_forward(hook: Any) -> bool:
+    """transformers collects `hidden_states` by hooks that a model's first call puts on its layers for good."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _offloads(hook: Any) -> bool:

@@ -21,10 +21,11 @@ from torch.utils._device import DeviceContext
 
 from diffgraph.capture import Recording, capture, padded_forward
 from diffgraph.compare import close, same_bits
+from diffgraph.containers import can_follow, same_containers
 from diffgraph.current import foreign_capture, open_recorder
 from diffgraph.devices import SUPPORTED, Pool
 from diffgraph.entry import PAYS_AFTER, Entry
-from diffgraph.errors import HostValueChanged
+from diffgraph.errors import HostValueChanged, OpNotRecordable
 from diffgraph.guards import Fingerprint
 from diffgraph.memory import Memory
 from diffgraph.options import Options
@@ -33,10 +34,9 @@ from diffgraph.reasons import Reason
 from diffgraph.refusals import refusal
 from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused, Signature
-from diffgraph.taken import Lists
 from diffgraph.tensors import tensors_in
 from diffgraph.traffic import asked_shape
-from diffgraph.tree import flatten
+from diffgraph.tree import containers, flatten, unflatten
 
 logger = logging.getLogger("diffgraph")
 
@@ -98,6 +98,7 @@ class Runner:
         self._last_change = Reason.ATTRIBUTES_CHANGED
         self._changes = 0  # seen without a replay between them
         self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
+        self._break_ops: set[Any] = set()  # which failed to be recorded
         self._paused = 0
         self._paid = 0  # recordings that have
         self._thread = threading.local()
@@ -318,23 +319,21 @@ class Runner:
     def _warm_up(self, visit: Visit) -> Any:
         """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
         module, args, kwargs, _, entry, pool = visit
-        self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
         fingerprint = self._fingerprint
         state = fingerprint.state_versions() if fingerprint is not None else []
-        before, spec = flatten((args, kwargs), objects=True)
-        given = _contents(before)
-        rng, lists = pool.rng_state(), Lists(args, kwargs)
+        before = flatten((args, kwargs), objects=True)
+        try:
+            given, held = _contents(before[0]), containers((args, kwargs))
+        except torch.OutOfMemoryError:  # eager alone may fit
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            raise Refused(Reason.OUT_OF_MEMORY) from None
+        self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
+        rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
-        with lists.as_given():
-            after, spec_after = flatten((args, kwargs), objects=True)
-        changed_arguments = (
-            spec != spec_after
-            or any(a is not b for a, b in zip(before, after, strict=True))
-            or not same_bits(given, _contents(before))
-        )
+        forbidden = self._wrote_arguments(visit, before, given, held)
         with pool.lock:
-            if changed_arguments or not pool.replayable_rng(rng):
-                self._drop(entry, refused=Reason.SIDE_EFFECTS)
+            if forbidden is not None or not pool.replayable_rng(rng):
+                self._drop(entry, refused=forbidden or Reason.SIDE_EFFECTS)
             elif self._changed_state(module, entry):
                 pass
             elif fingerprint is not None and fingerprint.state_versions() != state:
@@ -342,9 +341,23 @@ class Runner:
             else:
                 entry.seen += 1
         if self._insisting and entry.recording is None and entry.refused is None:
-            lists.put_back()
-            return self._recorded(module, args, kwargs)
+            leaves, spec = before
+            return self._recorded(module, *unflatten(spec, leaves))  # as they were
         return output
+
+    def _wrote_arguments(self, visit: Visit, before: tuple[list[Any], Any], given: list[Any], held: Any) -> Reason | None:
+        """Why the call's arguments are not as they were before the forward, or cannot be shown to be, nor changed in a way that a
+        replay can repeat."""
+        arguments = visit.args, visit.kwargs
+        leaves, spec = flatten(arguments, objects=True)
+        changed = spec != before[1] or any(a is not b for a, b in zip(leaves, before[0], strict=True))
+        followed = can_follow(before[1], spec) and same_containers(held, containers(arguments))
+        if visit.call.prompt is not None and visit.call.prompt.is_padded and changed:
+            followed = False  # they would be given what belongs to the padded prompt
+        try:
+            return None if followed and same_bits(given, _contents(before[0])) else Reason.SIDE_EFFECTS
+        except torch.OutOfMemoryError:
+            return Reason.OUT_OF_MEMORY
 
     def _changed_state(self, module: torch.nn.Module, entry: Entry) -> bool:
         """Whether the forward itself, while it ran eagerly, changed what recordings rely on: a cache that fills, which is over by
@@ -382,14 +395,19 @@ class Runner:
                 backend=self.options.backend,
                 breaks=self.options.breaks,
                 more_breaks=entry.values.breaks,
+                break_ops=self._break_ops,
             )
+        except OpNotRecordable as error:
+            if error.op in self._break_ops:
+                raise self._failed(entry, error) from error
+            self._break_ops.add(error.op)
+            logger.info("%s: %s is a break from now on", entry.label, error.op)
+            return self._capture(visit)
         except torch.OutOfMemoryError:
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
-            self._drop(entry, refused=Reason.CAPTURE_FAILED)
-            warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=4)
-            raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
+            raise self._failed(entry, error) from error
         if call.prompt is not None and call.prompt.is_padded:
             wrong = self._wrong_padding(visit, recording, output)
             if wrong is not None:
@@ -397,6 +415,7 @@ class Runner:
                 self._drop(entry, refused=wrong)
                 raise Refused(wrong)
         self._count(Route.CAPTURE)
+        recording.follow(visit.args, visit.kwargs)
         if recording.unused_breaks:
             names = ", ".join(map(repr, recording.unused_breaks))
             text = f"diffgraph: breaks names {names}, which the forward never called (under that name): recorded without a break"
@@ -416,17 +435,20 @@ class Runner:
             entry.memory_bytes = pool.bytes() - before
             if not self.memory.admit(entry, pool):
                 entry.refused = Reason.OUT_OF_MEMORY
-        Lists(visit.args, visit.kwargs).take(recording.taken)
         return output
+
+    def _failed(self, entry: Entry, error: Exception) -> Refused:
+        self._drop(entry, refused=Reason.CAPTURE_FAILED)
+        warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=5)
+        return Refused(Reason.CAPTURE_FAILED, str(error))
 
     def _wrong_padding(self, visit: Visit, recording: Recording, output: Any) -> Reason | None:
         """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
-        if recording.wrote_inputs:
+        if recording.wrote_inputs or recording.left is not None:
             return Reason.SIDE_EFFECTS
-        lists = Lists(visit.args, visit.kwargs)
-        wrong = self.options.verify and not close(output, self._eager(visit.module, visit.args, visit.kwargs))
-        lists.put_back()
-        return Reason.VERIFY_FAILED if wrong else None
+        if self.options.verify and not close(output, self._eager(visit.module, visit.args, visit.kwargs)):
+            return Reason.VERIFY_FAILED
+        return None
 
     def _replay(self, visit: Visit) -> Any:
         entry = visit.entry
@@ -435,7 +457,7 @@ class Runner:
         if not entry.trusted and self.options.verify:
             return self._verify(visit, recording)
         output = self._run(entry, recording, visit.call)
-        Lists(visit.args, visit.kwargs).take(recording.taken)
+        recording.follow(visit.args, visit.kwargs)
         self._note_replay(entry, recording)
         return output
 
@@ -453,7 +475,9 @@ class Runner:
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
             self._drop(entry, refused=Reason.CAPTURE_FAILED)
-            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5)
+            warnings.warn(
+                f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5
+            )
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
 
     def _verify(self, visit: Visit, recording: Recording) -> Any:
@@ -464,7 +488,14 @@ class Runner:
         if rng is not None:
             pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
-        reason = self._distrust(visit, recording, self._is_same(visit, replayed, output), replay_ms, eager_ms)
+        try:
+            same = self._is_same(visit, replayed, output) and recording.did(args, kwargs)
+            reason = self._distrust(visit, recording, same, replay_ms, eager_ms)
+        except torch.OutOfMemoryError:  # of the comparison, which needs memory of its own
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            reason = Reason.OUT_OF_MEMORY
+        except Refused as refused:  # a replay that was made to be timed failed
+            reason = refused.reason
         if reason is None:
             entry.trusted, entry.doubted = True, False
             self._note_replay(entry, recording)
@@ -498,20 +529,21 @@ class Runner:
             text = f"diffgraph: {entry.label} runs eager: its replay differed from eager"
             warnings.warn(text, CaptureWarning, stacklevel=6)
             return Reason.VERIFY_FAILED
-        if self._is_slower(recording, visit.call, replay_ms, eager_ms):
+        if self._is_slower(visit, recording, replay_ms, eager_ms):
             self._drop(entry, refused=Reason.NOT_FASTER)
             logger.info("%s runs eager: a replay takes %s ms, eager %s ms", entry.label, replay_ms, eager_ms)
             return Reason.NOT_FASTER
         return None
 
-    def _is_slower(self, recording: Recording, call: Call, replay_ms: float | None, eager_ms: float | None) -> bool:
+    def _is_slower(self, visit: Visit, recording: Recording, replay_ms: float | None, eager_ms: float | None) -> bool:
         """Whether the fastest of three replays is slower than eager: the first launch of a graph is, often."""
         if self.options.backend == "eager":  # for debugging, not for speed
             return False
         for _ in range(2):
             if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms or recording.draws:
                 return False
-            _, again = recording.pool.timed(lambda: recording.run(call))
+            _, again = recording.pool.timed(lambda: self._run(visit.entry, recording, visit.call))
+            recording.left = None
             replay_ms = replay_ms if again is None else min(replay_ms, again)
         return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms
 

@@ -87,7 +87,10 @@ def _describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int
         if leaf.device != device:
             reason = Reason.CPU_INPUT if leaf.device.type == "cpu" else Reason.MULTI_DEVICE
             raise Refused(reason, f"an input lies on {leaf.device}, the denoiser on {device}")
-        return torch.Tensor, leaf.shape, layout(leaf), leaf.dtype, first.setdefault(id(leaf), i)
+        strides = layout(leaf)
+        if strides is not CONTIGUOUS and _overlaps(leaf):
+            raise Refused(Reason.UNSUPPORTED_INPUT, "a tensor whose elements overlap in memory")
+        return torch.Tensor, leaf.shape, strides, leaf.dtype, first.setdefault(id(leaf), i)
     kind = type(leaf)
     if not is_constant(leaf):
         raise Refused(Reason.UNSUPPORTED_INPUT, f"a {kind.__module__}.{kind.__qualname__}, whose state cannot be compared")
@@ -103,28 +106,29 @@ def is_constant(leaf: Any) -> bool:
     return isinstance(leaf, (*_BY_VALUE, float, complex, torch.Size, type))
 
 
-CONTIGUOUS, SPACED = "contiguous", "spaced"
+CONTIGUOUS = "contiguous"
 
 
 def layout(tensor: torch.Tensor) -> str | tuple[int, ...]:
-    """How an input lies in memory, as far as it decides which kernels run: `CONTIGUOUS`, the strides of another dense layout
-    (channels last, transposed), which a static input keeps, or `SPACED`.
+    """How an input lies in memory, as it decides which kernels run (`linear` fuses its bias for a contiguous input alone, which
+    rounds once and not twice): `CONTIGUOUS`, or the strides, which a static input then has as well.
 
-    A slice is spaced: with no dense layout to keep, it is copied into a contiguous one, and `verify` decides whether that changes
-    a bit. So is an expanded tensor copied, but pipelines give `timestep.expand(batch)` and the like of a whole one in turn.
+    An expanded vector is like a contiguous one: pipelines give `timestep.expand(batch)` and a whole one in turn, and what is done
+    to a vector is done element by element.
     """
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() or (tensor.stride() == (0,)):
         return CONTIGUOUS
-    step = 1
-    expanded = False
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride == 0:
-            expanded = True
-        elif stride != step:
-            return SPACED
-        else:
-            step *= size
-    return CONTIGUOUS if expanded else tensor.stride()
+    return tensor.stride()
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory otherwise than by repetition along a dimension: such a tensor could not be written."""
+    end = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s != 0):
+        if stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
 
 
 def _mode(device: torch.device) -> tuple[Any, ...]:

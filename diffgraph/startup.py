@@ -40,7 +40,7 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
             bar.set_postfix_str(f"{shape}, {free_memory(_device(pipe)) / _MIB:.0f} MiB free")
             for runner in runners:
                 runner.insist_on_every_bucket(shape.prompt_length is None and not _PROMPTS & set(shape.inputs))
-            _run(pipe, shape)
+            _run(pipe, shape, decode=any(runner.name.endswith(".decoder") for runner in runners))
             if all(runner.options.capture == "startup" and not runner.has_buckets for runner in runners):
                 _warn_of_one_length(pipe, shape)
             for runner in runners:
@@ -66,25 +66,27 @@ def _device(pipe: Any) -> torch.device:
     return torch.device(getattr(pipe, "_execution_device", None) or pipe.device)
 
 
-def _run(pipe: Any, shape: CaptureShape) -> None:
+def _run(pipe: Any, shape: CaptureShape, decode: bool) -> None:
     try:
         with torch.no_grad():
             for batch in batches(shape, inspect.signature(type(pipe).__call__).parameters):
-                pipe(**call_arguments(pipe, shape, batch))
+                pipe(**call_arguments(pipe, shape, batch, decode=decode))
     except (ShapeError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ShapeError(f"{type(pipe).__name__} refuses the capture shape {shape}: {error}") from error
 
 
-def call_arguments(pipe: Any, shape: CaptureShape, batch: Batch = Batch.ALIKE) -> dict[str, Any]:
-    """Keyword arguments for one short call of the pipeline at this shape, without decoding the picture.
+def call_arguments(
+    pipe: Any, shape: CaptureShape, batch: Batch = Batch.ALIKE, *, decode: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments for one short call of the pipeline at this shape, without decoding the picture unless told to.
 
     What the shape does not say is left to the pipeline's own defaults, as a real call would. Raises `ShapeError` for a field that
     the pipeline's call has no argument for.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
-    wanted = _beside_the_prompt(pipe, shape, accepted)
+    wanted = _beside_the_prompt(pipe, shape, accepted, decode)
     wanted.update(prompt_arguments(pipe, shape, accepted, wanted, batch))
     wanted.update(_inputs(shape))
     if "generator" in accepted:
@@ -92,7 +94,9 @@ def call_arguments(pipe: Any, shape: CaptureShape, batch: Batch = Batch.ALIKE) -
     return wanted
 
 
-def _beside_the_prompt(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any]) -> dict[str, Any]:
+def _beside_the_prompt(
+    pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any], decode: bool = False
+) -> dict[str, Any]:
     wanted: dict[str, Any] = {"num_inference_steps": _steps(shape, accepted)}
     if shape.inputs and not {"height", "width"} & accepted.keys():
         pass  # a pipeline that takes its size from the picture that it is given
@@ -106,7 +110,7 @@ def _beside_the_prompt(pipe: Any, shape: CaptureShape, accepted: Mapping[str, An
         raise ShapeError(
             f"{type(pipe).__name__} takes no {', '.join(unknown)}, as capture shape {shape} asks; accepted: {', '.join(accepted)}"
         )
-    if "output_type" in accepted:
+    if "output_type" in accepted and not decode:
         wanted.setdefault("output_type", "latent")  # skips the VAE
     return wanted
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
 from diffgraph.signature import Call, layout
-from diffgraph.tree import Spec, unflatten
+from diffgraph.tensors import once
+from diffgraph.tree import Spec, flatten, unflatten
 
 
 class StaticInputs:
@@ -17,6 +19,7 @@ class StaticInputs:
         self._spec: Spec = call.spec
         self._at: list[int] = []  # where in the leaves each buffer's tensor stands
         self.tensors: list[torch.Tensor] = []
+        self._expanded: list[int] = []  # which of them repeat their memory, as the caller's do
         self._leaves: list[Any] = list(call.leaves)
         by_id: dict[int, torch.Tensor] = {}
         with torch.inference_mode(False):  # or they could not be written outside inference mode
@@ -27,11 +30,16 @@ class StaticInputs:
                         self._at.append(i)
                         self.tensors.append(by_id[id(leaf)])
                     self._leaves[i] = by_id[id(leaf)]
+            self._memory = list(map(once, self.tensors))
+            self._expanded = [n for n, (a, b) in enumerate(zip(self.tensors, self._memory, strict=True)) if a is not b]
         self.copy_from(call.leaves)
 
     def copy_from(self, leaves: list[Any]) -> None:
         if self.tensors:
-            torch._foreach_copy_(self.tensors, [leaves[i] for i in self._at])  # pyright: ignore[reportPrivateImportUsage]
+            live = [leaves[i] for i in self._at]
+            for n in self._expanded:
+                live[n] = once(live[n])
+            torch._foreach_copy_(self._memory, live)  # pyright: ignore[reportPrivateImportUsage]
 
     def copy_back(self, leaves: list[Any]) -> None:
         """Give a call's own tensors what a forward wrote to the static ones."""
@@ -42,6 +50,12 @@ class StaticInputs:
         """Where in a call's leaves this very static input stands; `None` for anything else."""
         return next((at for at, tensor in zip(self._at, self.tensors, strict=True) if tensor is leaf), None)
 
+    def changed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec] | None:
+        """What the containers of `call` hold now, flattened, when a forward has changed them."""
+        leaves, spec = flatten((args, kwargs), objects=True)
+        same = spec == self._spec and all(map(operator.is_, leaves, self._leaves))
+        return None if same else (leaves, spec)
+
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments over the static buffers, in containers of their own."""
         return unflatten(self._spec, self._leaves)
@@ -49,6 +63,6 @@ class StaticInputs:
 
 def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
     strides = layout(tensor)
-    if isinstance(strides, str):
+    if isinstance(strides, str):  # contiguous
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +13,24 @@ from diffgraph.tree import flatten
 
 def tensors_in(obj: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(obj)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_within(obj: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Tensors that an object keeps alive, as far as its attributes, containers and closures lead: a block mask's, say."""
+    if isinstance(obj, torch.Tensor):
+        yield obj
+    elif depth > 0 and not isinstance(obj, (type, torch.nn.Module, ModuleType)):
+        inner: Iterable[Any] = ()
+        if isinstance(obj, dict):
+            inner = obj.values()
+        elif isinstance(obj, (list, tuple)):
+            inner = obj
+        elif isinstance(obj, FunctionType):
+            inner = [cell.cell_contents for cell in obj.__closure__ or () if cell != CellType()]
+        elif hasattr(obj, "__dict__"):
+            inner = vars(obj).values()
+        for item in inner:
+            yield from tensors_within(item, depth - 1)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -39,6 +59,14 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # A single element counts as contiguous whatever its stride, and `view` does not agree.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repetition of an expanded tensor, whose memory could not be written otherwise."""
+    for d, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(d, 0, 1)
+    return tensor
 
 
 def same_tensor_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -37,9 +37,7 @@ def _flatten(obj: Any, leaves: list[Any], room: list[int] | None, objects: bool)
         room[0] -= 1
         if room[0] < 0 or (type(obj) in _BUILT_IN and len(obj) > room[0]):
             raise TooManyLeaves
-    parts = _parts(obj)
-    if parts is None and objects and _holds_all_in_attributes(type(obj)):
-        parts = type(obj), tuple(vars(obj)), vars(obj).values()
+    parts = _parts(obj) or (_parts_of_object(obj) if objects else None)
     if parts is None:
         leaves.append(obj)
         return LEAF
@@ -62,12 +60,29 @@ def _parts(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
     return None
 
 
+def _parts_of_object(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
+    return (type(obj), tuple(vars(obj)), vars(obj).values()) if _holds_all_in_attributes(type(obj)) else None
+
+
+def containers(obj: Any) -> dict[tuple[Any, ...], Any]:
+    """The containers inside `obj`, diffusers' plain objects too, by the names and positions that lead to them."""
+    found: dict[tuple[Any, ...], Any] = {}
+    parts = _parts(obj) or _parts_of_object(obj)
+    for name, value in zip(parts[1] or range(len(parts[2])), parts[2], strict=True) if parts is not None else ():
+        if _parts(value) is not None or _parts_of_object(value) is not None:
+            found[name,] = value
+            found |= {(name, *path): inner for path, inner in containers(value).items()}
+    return found
+
+
 @functools.cache
 def _holds_all_in_attributes(kind: type) -> bool:
-    """Whether an object of this class is diffusers' and no more than its attributes, so that one with equal ones is as good."""
-    if kind.__module__.partition(".")[0] != "diffusers" or not kind.__dictoffset__ or kind.__new__ is not object.__new__:
+    """Whether an object of this class is diffusers' (or a cache of transformers') and no more than its attributes, so that one
+    with equal ones is as good."""
+    known = kind.__module__.partition(".")[0] == "diffusers" or kind.__module__ == "transformers.cache_utils"
+    if not known or not kind.__dictoffset__ or kind.__new__ is not object.__new__:
         return False
-    return not any("__call__" in vars(base) or "__slots__" in vars(base) for base in kind.__mro__[:-1])
+    return not any("__call__" in vars(base) or vars(base).get("__slots__") for base in kind.__mro__[:-1])
 
 
 def unflatten(spec: Spec, leaves: list[Any]) -> Any:
@@ -105,7 +120,7 @@ def _make_dataclass(kind: type, values: dict[str, Any]) -> Any:
     return made
 
 
-def map_leaves(fn: Callable[[Any], Any], obj: Any) -> Any:
+def map_leaves(fn: Callable[[Any], Any], obj: Any, *, objects: bool = False) -> Any:
     """`obj` with `fn` applied to each leaf."""
-    leaves, spec = flatten(obj)
+    leaves, spec = flatten(obj, objects=objects)
     return unflatten(spec, [fn(leaf) for leaf in leaves])

@@ -61,14 +61,14 @@ def verdict_of(line: str) -> str:
 
 def row(case: Case, found: Found) -> str:
     name = f"{case.cls}<br>{case.special}" if case.special else case.cls
-    cells = name, _names(found.breaks), _names(found.host_reads), case.prompt, buckets(case), case.cfg, verdict(case, found)
+    seen = _names(found.breaks), _names(found.host_reads)
+    cells = name, *seen, case.prompt, buckets(case, found), case.cfg, verdict(case, found)
     return "| " + " | ".join(cells) + " |"
 
 
-def buckets(case: Case) -> str:
-    """No family has a rule yet."""
-    rule = RULES.get(case.cls)
-    return rule.about if rule is not None else "exact" if case.prompt.startswith("any") else ""
+def buckets(case: Case, found: Found) -> str:
+    """How prompts of several lengths share the recording, where it was made for that."""
+    return RULES[case.cls].about if found.buckets else "exact" if case.prompt.startswith("any") else ""
 
 
 def verdict(case: Case, found: Found) -> str:

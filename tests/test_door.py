@@ -53,7 +53,7 @@ def untouched(pipe):
         (dict(memory_limit=float("nan")), ValueError, "fraction"),
         (dict(memory_limit=[1]), TypeError, "fraction"),
         (dict(verify="yes"), TypeError, "True or False"),
-        (dict(components=("vae",)), NotImplementedError, "transformer"),
+        (dict(components=("transformer", "vea")), ValueError, "no module of this .*; accepted: .*vae"),
         (dict(components=7), TypeError, "transformer"),
         (dict(components=()), TypeError, "transformer"),
         (dict(components="unet"), ValueError, "no denoiser"),

@@ -593,3 +593,31 @@ def test_weights_on_two_devices_run_eager(cuda):
     x = torch.randn(2, 8, device=cuda)
     assert all(torch.equal(call(module, x), eager(module, x)) for _ in range(4))
     assert diffgraph.report(module).reasons["multi_device"] == 4
+
+
+@torch.library.custom_op("diffgraph_tests::through_the_host", mutates_args=())
+def through_the_host(x: torch.Tensor) -> torch.Tensor:
+    return (x.cpu() + 1).to(x.device)
+
+
+class ThroughTheHost(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(through_the_host(self.layer(x)))
+
+
+def test_an_op_that_turns_out_not_to_be_recordable_becomes_a_break(cuda):
+    module = ThroughTheHost().to(cuda).eval()
+    x = [torch.randn(4, 8, device=cuda) for _ in range(4)]
+    with torch.no_grad():
+        want = [module(t) for t in x]
+        diffgraph.accelerate_module(module)
+        for t, expected in zip(x, want, strict=True):
+            assert torch.equal(module(t), expected)
+    report = diffgraph.report(module)
+    assert (report.captures, report.replays) == (1, 2)
+    assert report.signatures[0].breaks == 1
+    assert torch.equal(torch.zeros(1, device=cuda) + 1, torch.ones(1, device=cuda))  # nothing of the failure is left

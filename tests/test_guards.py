@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import diffgraph
 from diffgraph.compare import same_bits
 from diffgraph.guards import Fingerprint
+from diffgraph.pipeline import _runners
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -468,18 +469,60 @@ def appends(self, x, options):
     return self.linear(x)
 
 
-@pytest.mark.parametrize("forward", [pops, marks, appends])
-def test_the_callers_dict_is_changed_each_time_when_the_forward(forward):
+def replaces(self, x, options):
+    options["done"] = [True]  # and whoever holds the old list sees nothing
+    return self.linear(x)
+
+
+def moves(self, x, options):
+    options["lists"].append(options["lists"].pop(0))
+    return self.linear(x)
+
+
+def results(self, x, options):
+    options["done"].append(self.linear(x))
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    "forward, route",
+    [*((forward, "replay") for forward in (pops, marks, appends, results)),
+     *((forward, "side_effects") for forward in (replaces, moves))],
+)
+def test_the_callers_dict_is_changed_each_time_when_the_forward(forward, route):
     m = accelerated(module_of(forward))
-    for _ in range(5):
-        ours, theirs = ({"scale": 3.0, "done": []} for _ in range(2))
+    for i in range(5):
+        ours, theirs = ({"scale": 3.0, "done": [], "lists": [[1], [2]]} for _ in range(2))
+        done, old = ours["done"], theirs["done"]
         with torch.no_grad():
-            found = m(X, options=ours)
+            found = m(X + i, options=ours)
             with diffgraph.paused(m):
-                wanted = m(X, options=theirs)
+                wanted = m(X + i, options=theirs)
         assert same_bits(found, wanted)
-        assert ours == theirs
-    assert diffgraph.report(m).reasons["side_effects"] == 4
+        assert same_bits(ours, theirs) and same_bits(done, old)
+    report = diffgraph.report(m)
+    assert (report.replays if route == "replay" else report.reasons[route]) >= 3
+
+
+def test_at_start_up_a_list_that_the_forward_empties_is_recorded_full():
+    def forward(self, x, parts):
+        while parts:
+            x = x + parts.pop(0)
+        return self.linear(x)
+
+    m = accelerated(module_of(forward), capture="startup")
+    ((_, runner),) = _runners(m)
+    with runner.insisting(), torch.no_grad():  # as `diffgraph.capture` does with a pipeline
+        m(X, [X + 1, X + 2])
+    assert diffgraph.report(m).captures == 1
+    for i in range(3):
+        parts, others = [X * i, X + 2], [X * i, X + 2]
+        with torch.no_grad():
+            found = m(X, parts)
+            with diffgraph.paused(m):
+                assert same_bits(found, m(X, others))
+        assert parts == []
+    assert diffgraph.report(m).replays == 3
 
 
 def test_a_change_at_each_call_is_not_looked_for_each_time(monkeypatch):

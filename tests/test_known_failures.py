@@ -25,6 +25,7 @@ from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
 
 import diffgraph
+from diffgraph.capture import Recording
 from diffgraph.compare import same_bits
 from diffgraph.devices.cpu import CpuPool
 
@@ -480,6 +481,51 @@ def test_an_error_in_a_break_at_replay_still_gives_the_picture():
     assert diffgraph.report(t).memory_bytes == 0
     diffgraph.capture(t)
     assert calls(t, 4, **inputs)[-1] == "replay"
+
+
+COMPARED = {  # tensors made in inference mode have no version: warm-up keeps copies of them
+    "before warm-up": ("_contents", 1, ["out_of_memory", "out_of_memory"]),
+    "after warm-up": ("_contents", 2, ["unseen_signature", "out_of_memory"]),
+    "at the first replay": ("same_bits", 2, ["unseen_signature", "capture", "out_of_memory", "out_of_memory"]),
+}
+
+
+@pytest.mark.parametrize("name, nth, routes", COMPARED.values(), ids=COMPARED)
+def test_running_out_of_memory_in_a_comparison_still_gives_the_picture(name, nth, routes, monkeypatch):
+    t, inputs = flux()
+    accelerated(t)
+    real, seen = getattr(diffgraph.runner, name), []
+
+    def fragile(*args):
+        seen.append(1)
+        if len(seen) == nth:
+            raise torch.OutOfMemoryError("out of memory (injected)")
+        return real(*args)
+
+    monkeypatch.setattr(diffgraph.runner, name, fragile)
+    assert calls(t, len(routes), **inputs) == routes
+    assert diffgraph.report(t).memory_bytes == 0
+    diffgraph.capture(t)
+    settle(t, **inputs)
+
+
+def test_an_error_in_a_replay_that_is_made_to_be_timed_still_gives_the_picture(monkeypatch):
+    t, inputs = flux()
+    accelerated(t)
+    monkeypatch.setattr(CpuPool, "timed", lambda self, fn: (fn(), 1.0 if "_eager" in fn.__code__.co_names else 2.0))
+    real, seen = Recording.run, []
+
+    def fragile(recording, leaves):
+        seen.append(1)
+        if len(seen) == 2:  # the first was verified; a slow one is tried again
+            raise RuntimeError("a replay failed")
+        return real(recording, leaves)
+
+    monkeypatch.setattr(Recording, "run", fragile)
+    assert calls(t, 2, **inputs) == ["unseen_signature", "capture"]
+    with pytest.warns(diffgraph.CaptureWarning, match="a replay failed"):
+        assert call(t, **inputs) == "capture_failed"
+    assert diffgraph.report(t).memory_bytes == 0
 
 
 def copies(t):

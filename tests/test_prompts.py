@@ -192,6 +192,14 @@ def test_a_longer_caption_of_z_image_takes_the_next_block():
     assert (report.captures, report.replays) == (2, 2)
 
 
+def test_a_prompt_cut_out_of_a_longer_one_shares_the_bucket():
+    calls = [qwen_call(40, seed=seed) for seed in range(5)]
+    for call, length in zip(calls, (16, 12, 16, 16, 9), strict=True):
+        call["encoder_hidden_states"] = call["encoder_hidden_states"][:, :length]
+    report = check(qwen(), calls)
+    assert (report.captures, report.replays) == (1, 3)
+
+
 def test_a_mask_of_holes_is_honoured():
     calls = [qwen_call(20, 20, mask=True, seed=seed) for seed in range(4)]
     for call in calls:

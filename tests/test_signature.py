@@ -6,6 +6,7 @@ from enum import Enum, IntEnum
 import numpy as np
 import pytest
 import torch
+from _toys import SETTLED, accelerated, call, settle
 from diffusers.models.attention_dispatch import attention_backend
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,14 +131,48 @@ def test_a_parameter_is_a_tensor_like_any():
 # -- layout
 
 
-def test_an_expanded_tensor_is_like_a_contiguous_one():
+def test_an_expanded_vector_is_like_a_contiguous_one_and_an_expanded_matrix_is_not():
     assert signature(torch.ones(1).expand(4)) == signature(torch.ones(4))
-    assert signature(torch.ones(4, 1).expand(4, 3)) == signature(torch.ones(4, 3))
+    assert_differ(signature(torch.ones(4, 1).expand(4, 3)), signature(torch.ones(4, 3)))
 
 
-def test_a_slice_is_not_like_a_contiguous_one_but_like_any_other_slice():
-    assert_differ(signature(torch.ones(4, 6)[:, ::2]), signature(torch.ones(4, 3)))
-    assert signature(torch.ones(4, 6)[:, ::2]) == signature(torch.ones(4, 9)[:, ::3])
+def test_a_slice_is_neither_like_a_contiguous_one_nor_like_any_other_slice():
+    assert_differ(*map(signature, [torch.ones(4, 6)[:, ::2], torch.ones(4, 9)[:, ::3], torch.ones(4, 3)]))
+    assert signature(torch.ones(4, 6)[:, ::2]) == signature(torch.zeros(4, 6)[:, 1::2])
+
+
+@pytest.mark.parametrize("windows", [torch.ones(8).unfold(0, 4, 2), torch.ones(9).as_strided((3, 3), (1, 2))], ids=[4, 3])
+def test_a_tensor_that_overlaps_itself_is_refused(windows):
+    assert "overlap" in str(refusal(windows))
+
+
+LAYOUTS = {
+    "a slice": lambda **of: torch.randn(2, 8, 64, **of)[..., :32],
+    "every other row": lambda **of: torch.randn(2, 16, 32, **of)[:, ::2],
+    "expanded": lambda **of: torch.randn(1, 8, 32, **of).expand(2, 8, 32),
+    "expanded along two": lambda **of: torch.randn(1, 1, 32, **of).expand(2, 8, 32),
+    "transposed": lambda **of: torch.randn(2, 32, 8, **of).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_static_input_lies_in_memory_as_the_callers_does(made):
+    inputs = StaticInputs(Call.of((made(),), {}, CPU))
+    live = made()
+    inputs.copy_from([live])
+    assert inputs.tensors[0].stride() == live.stride()
+    assert torch.equal(inputs.tensors[0], live)
+
+
+@pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
+def test_an_input_of_any_layout_gives_the_bits_of_eager_at_every_call(made):
+    """In bfloat16 `linear` rounds once for a contiguous input, and twice for another."""
+    torch.manual_seed(0)
+    module = accelerated(torch.nn.Linear(32, 64).to(torch.bfloat16))
+    plain = torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    settle(module, plain)
+    assert [call(module, made(dtype=torch.bfloat16)) for _ in range(4)] == SETTLED
+    assert call(module, plain) == "replay"
 
 
 def test_a_dense_layout_is_kept():

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from diffgraph.tensors import tensors_within
 from diffgraph.tree import TooManyLeaves, flatten, map_leaves, unflatten
 
 Point = namedtuple("Point", "x y")
@@ -232,3 +233,18 @@ def test_what_does_more_than_hold_attributes_is_a_leaf():
 
     for leaf in (Thing(), Flux2AttnProcessor(), torch.Generator(), torch.nn.Linear(1, 1), Flux2KVCache):
         assert flatten(leaf, objects=True)[0] == [leaf]
+
+
+def test_tensors_within_an_object_are_found_through_attributes_containers_and_closures():
+    class Mask:
+        def __init__(self, blocks, edge):
+            self.blocks = {"full": [blocks]}
+            self.rule = lambda q, k: q + edge > k
+            self.module = torch.nn.Linear(1, 1)  # not its own
+
+    def empty():
+        return later  # noqa: F821
+
+    blocks, edge = torch.zeros(2), torch.zeros(3)
+    found = list(tensors_within((Mask(blocks, edge), empty, "text", None)))
+    assert {id(t) for t in found} == {id(blocks), id(edge)}

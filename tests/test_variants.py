@@ -63,7 +63,7 @@ def test_a_variant_of_a_pipeline(name):
     others = {key: inverted(given[key]) for key in ("image", "control_image", "video") if key in given}
     assert not others or not same(latents(pipe, **{**calls[0], **others}), want[0])
     diffgraph.accelerate_pipeline(pipe, poison=True)
-    assert all(same(latents(pipe, **call), expected) for call, expected in zip(calls * 2, want * 2, strict=True))
+    assert all(same(latents(pipe, **call), expected) for call, expected in zip(calls, want, strict=True))
     report = diffgraph.report(pipe)
     assert report.replays > 0 and report.reasons == {"unseen_signature": report.captures}
     diffgraph.restore_pipeline(pipe)
@@ -159,7 +159,8 @@ def test_embeddings_that_a_callback_replaces_by_longer_ones(family):
     def lengthen(pipe, step, _, tensors):
         return {"prompt_embeds": torch.cat([tensors["prompt_embeds"]] * 2, 1)} if step == 1 else {}
 
-    pipe, call = tiny(family), dict(callback_on_step_end=lengthen, callback_on_step_end_tensor_inputs=["prompt_embeds"], steps=6)
+    call = dict(callback_on_step_end=lengthen, callback_on_step_end_tensor_inputs=["prompt_embeds"], steps=6)
+    pipe = tiny(family)
     want = [latents(pipe, **call) for _ in range(2)]
     diffgraph.accelerate_pipeline(pipe, poison=True)
     assert all(same(latents(pipe, **call), expected) for expected in want)

@@ -54,10 +54,11 @@ def bucket_of(length: int, sizes: Sequence[int]) -> int | None:
 
 
 def rows(tensor: torch.Tensor, length: int, dim: int, *, before: bool = False) -> torch.Tensor:
-    """`tensor` with `length` rows along `dim`: cut, or filled up with zeros (`False`), behind or `before` the others."""
+    """`tensor` with `length` rows along `dim`, contiguous: cut, or filled up with zeros (`False`), behind or `before` the
+    others."""
     missing = length - tensor.shape[dim]
     if missing <= 0:
-        return tensor if missing == 0 else tensor.narrow(dim, 0, length).contiguous()  # as a call's own is
+        return (tensor if missing == 0 else tensor.narrow(dim, 0, length)).contiguous()
     shape = list(tensor.shape)
     shape[dim] = missing
     filling = tensor.new_zeros(shape)

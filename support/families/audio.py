@@ -84,7 +84,7 @@ MINIMAX = {"in_channels": 8, "condition_dim": 16, "num_layers": 2, "num_attentio
 MINIMAX |= {"ff_inner_dim": 32, "rotary_dim": 4, "fourier_embedding_dim": 8}
 
 
-@case("MiniMaxMusic3Transformer1DModel", cfg=BATCHED, **MINIMAX)
+@case("MiniMaxMusic3Transformer1DModel", cfg=TWO_CALLS, **MINIMAX)
 def minimax_music(draw):
     return {"hidden_states": draw(1, 8, 24), "encoder_hidden_states": draw(1, 24, 16), "timestep": draw.unit(1)}
 

@@ -73,7 +73,7 @@ def unet_control_list(draw):
     "T2I adapter residuals",
     cfg=BATCHED,
     prompt="77",
-    note="Its forward takes them off the caller's list; diffusers' pipelines make that list anew at each call",
+    note="Its forward takes them off the caller's list: so does a replay",
     **UNET,
 )
 def unet_adapter(draw):

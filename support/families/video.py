@@ -91,7 +91,7 @@ def animate2_cache(draw: Draw, filled: bool):
     return cache
 
 
-@case("WanAnimate2Transformer3DModel", cfg=NO_GUIDANCE, prompt="512", **ANIMATE2)
+@case("WanAnimate2Transformer3DModel", cfg=TWO_CALLS, prompt="512", **ANIMATE2)
 def wan_animate2(draw):
     grid = {"reference_grid_sizes": draw.const([[2, 2, 2]]), "origin_len": 5, "origin_area": [32, 32]}
     return animate2(draw, 3, kv_cache=animate2_cache(draw, filled=True), kv_cache_mode="cached", **grid)
@@ -100,9 +100,9 @@ def wan_animate2(draw):
 @case(
     "WanAnimate2Transformer3DModel",
     "reference pass",
-    cfg=NO_GUIDANCE,
+    cfg=TWO_CALLS,
     prompt="512",
-    note="Once a segment, it fills the caller's cache of keys and values, which a replay would not do",
+    note="Once a segment, it fills the caller's cache of keys and values: so does a replay",
     **ANIMATE2,
 )
 def wan_animate2_reference(draw):
@@ -129,14 +129,14 @@ def skyreels_forcing(draw):
 ANYFLOW = {**WAN, "gate_value": 0.25, "deltatime_type": "r"}
 
 
-@case("AnyFlowTransformer3DModel", cfg=NO_GUIDANCE, prompt="512", **ANYFLOW)
+@case("AnyFlowTransformer3DModel", cfg=BATCHED, prompt="512", **ANYFLOW)
 def anyflow(draw):
     times = {"timestep": draw.unit(1, 2) * 1000, "r_timestep": draw.unit(1, 2) * 1000}
     return {**frames_first(clip(draw)), **times}
 
 
 @case(
-    "AnyFlowFARTransformer3DModel", cfg=NO_GUIDANCE, prompt="512", **ANYFLOW, compressed_patch_size=(1, 4, 4), full_chunk_limit=3
+    "AnyFlowFARTransformer3DModel", cfg=BATCHED, prompt="512", **ANYFLOW, compressed_patch_size=(1, 4, 4), full_chunk_limit=3
 )
 def anyflow_far(draw):
     times = {"timestep": draw.unit(1, 4) * 1000, "r_timestep": draw.unit(1, 4) * 1000}
@@ -648,7 +648,7 @@ MINIMAX |= {"in_channels": 4, "audio_in_channels": 6, "patch_size": (1, 2, 2), "
 MINIMAX |= {"time_embed_hidden_dim": 24, "time_embed_dim": 16, "rope_freq_dim": 2}
 
 
-@case("MiniMaxH3Transformer3DModel", cfg=BATCHED, prompt="any", **MINIMAX)
+@case("MiniMaxH3Transformer3DModel", cfg=NO_GUIDANCE, prompt="any", **MINIMAX)
 def minimax_h3(draw):
     text, audio, video = 4, 6, 8
     rows = torch.arange(text + audio + video, device=draw.device)
