@@ -15,7 +15,8 @@ import pipelines
 from diffgraph import Reason, families
 from diffgraph.compare import close
 from diffgraph.families import rule_of
-from diffgraph.prompts import AUTO
+from diffgraph.options import Options
+from diffgraph.prompts import AUTO, PromptBuckets
 
 TOLERANCE = 1e-5  # relative: another matrix shape may take another kernel
 
@@ -313,6 +314,19 @@ def test_a_call_made_shorter_to_record_a_bucket_is_as_one_that_came_so():
 
 def test_the_negative_prompt_of_z_image_stays_as_it_is_however_long():
     assert set(families.RULES["ZImageTransformer2DModel"].every((20, 90), AUTO)) == {(n, 96) for n in range(32, 513, 32)}
+
+
+def test_with_a_picture_in_the_prompt_start_up_records_what_can_come():
+    """Qwen-Image's edit pipeline: 1,369 tokens of a picture of a million pixels, in the negative prompt, too."""
+    module = qwen()
+    buckets = PromptBuckets.of(module, Options(), ("hidden_states",))
+    for picture, first, last in ((0, 8, 1024), (196, 192, 1152), (1369, 1408, 2304)):
+        found = [p.prompt.lengths[0] for p in buckets.every((), qwen_call(picture + 20))]
+        assert (found[-1], found[0]) == (first, last) and found == sorted(found, reverse=True)
+        for length in (picture + 16, picture + 20, picture + 900):
+            assert buckets.padded((), qwen_call(length)).prompt.buckets[0] in found
+    chosen = PromptBuckets.of(module, Options(prompt_buckets=(16, 2048)), ("hidden_states",))
+    assert [p.prompt.lengths[0] for p in chosen.every((), qwen_call(1400))] == [2048, 16]
 
 
 def test_more_shapes_than_max_graphs_are_all_kept_when_asked_for():

@@ -127,7 +127,9 @@ def test_negative_prompts_short_and_long(family, negative):
     comes_true(tiny(family), [shape], dict(prompt="a red cat", **call), dict(prompt=UNEQUAL[1] * 3, **call))
 
 
-@pytest.mark.parametrize("shapes", [["64x64@cfg=on", "64x64@cfg=off"], [dict(cfg_truncation=0.4, num_inference_steps=6)]], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [["64x64@cfg=on", "64x64@cfg=off"], [dict(cfg_truncation=0.4, num_inference_steps=6)]], ids=["by two", "by one"]
+)
 def test_guidance_that_ends_midway_by_itself(shapes):
     shapes = [CaptureShape(64, 64, inputs=shape) if isinstance(shape, dict) else shape for shape in shapes]
     report = comes_true(tiny("z_image"), shapes, dict(cfg_truncation=0.4, steps=6))
