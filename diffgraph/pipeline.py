@@ -65,8 +65,8 @@ def accelerate_pipeline(
             ("package.module.function") to run eager.
         components: `"denoiser"`, or names of the pipeline's modules, as in `("transformer", "text_encoder", "vae")`: of a VAE,
             encoder and decoder.
-        prompt_buckets: `"auto"`: where a rule in `families` allows it, prompts share the recording of the next multiple of 64
-            rows (up to 1,024), exactly; a list of lengths instead; `None`: each length is recorded for itself.
+        prompt_buckets: `"auto"`: where a rule in `families` allows it, prompts share the recording of the next bucket of
+            rows (up to 4,096), exactly; a list of lengths instead; `None`: each length is recorded for itself.
         max_graphs: recorded signatures a device, the least recently used going first; default 32, or as many as the capture
             shapes ask for.
         memory_limit: of graph memory a device: bytes, text (`"4GiB"`) or a fraction of the device's memory.

@@ -17,6 +17,10 @@ from diffgraph.tensors import tensors_in
 #: doubling ones cost a quarter, and 448, 576 and 832 rows take longer than 512, 640 and 896. Below 64, where matrix products of
 #: few rows take other kernels and so round otherwise, finer ones give eager's bits for all lengths but 25 to 31, 41 and 42.
 AUTO = (*(8, 16, 24, 32, 40, 48, 64), *(128, 192, 256, 320, 384, 512, 560, 640, 704, 768, 800, 896, 1024))
+#: Beyond them: an edited picture, too, may be among a prompt's tokens, 1,369 of them if it has a million pixels.
+LONGER = tuple(range(1152, 4097, 128))
+_SHORT = 64  # rows that the prompt of start-up capture has at most, unless there are pictures in it
+_ROOM = 1024  # rows that a prompt may take beside its pictures
 
 
 class Prompt(NamedTuple):
@@ -42,20 +46,20 @@ class Padded(NamedTuple):
 class PromptBuckets:
     """Pads the prompts of one denoiser's calls."""
 
-    def __init__(self, rule: PromptRule, sizes: Sequence[int], positional: tuple[str, ...]) -> None:
-        self._rule, self._sizes, self._positional = rule, sizes, positional
+    def __init__(self, rule: PromptRule, sizes: Sequence[int] | None, positional: tuple[str, ...]) -> None:
+        self._rule, self._sizes, self._positional = rule, (*AUTO, *LONGER) if sizes is None else sizes, positional
+        self._chosen = sizes is not None  # by the user
 
     @classmethod
     def of(cls, module: torch.nn.Module, options: Options, positional: tuple[str, ...]) -> PromptBuckets | None:
         """`None` where lengths are recorded exactly: by choice, or because no rule tells how this forward can be padded."""
-        sizes = AUTO if isinstance(options.prompt_buckets, str) else options.prompt_buckets
-        if sizes is None or options.backend == "eager":
+        if options.prompt_buckets is None or options.backend == "eager":
             return None
         rule = rule_of(module)
         breaks = options.breaks if options.backend == "breakable" else ()
         if rule is None or (rule.drops_rows and not (breaks in ("auto", "attention") or "attention" in breaks)):
             return None
-        return cls(rule, sizes, positional)
+        return cls(rule, None if isinstance(options.prompt_buckets, str) else options.prompt_buckets, positional)
 
     def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padded | None:
         """The call with its prompts padded; `None` for one without prompts, or with one longer than the largest bucket."""
@@ -71,10 +75,15 @@ class PromptBuckets:
         return lengths is not None and self._rule.buckets(lengths, self._sizes) is None
 
     def every(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Padded]:
-        """The call with prompts as long as each bucket, largest first."""
+        """The call with prompts as long as each bucket that they might come in, largest first. The call's own prompt is a short
+        one, and what makes it long are pictures, which then are in every other prompt, too."""
         given = self._named(args, kwargs)
         lengths = self._rule.lengths(given)
-        for buckets in [] if lengths is None else self._rule.every(lengths, self._sizes):
+        sizes = self._sizes
+        if lengths is not None and not self._chosen:
+            least = max(lengths) - _SHORT if max(lengths) > _SHORT else 0
+            sizes = [size for size in sizes if least < size <= least + _ROOM]
+        for buckets in [] if lengths is None else self._rule.every(lengths, sizes):
             yield self._resized(args, kwargs, given, Prompt(self._rule, buckets, buckets))
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:

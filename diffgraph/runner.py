@@ -106,6 +106,7 @@ class Runner:
         self._paid = 0  # recordings that have
         self._thread = threading.local()
         self._insistence = 0  # how often `diffgraph.capture` was called
+        self.has_buckets = False  # prompts of many lengths share recordings, as far as the calls made to record have shown
         self.shapes: list[CaptureShape] = []  # recorded through a pipeline so far
         self._device = torch.device("cpu")
         self._state_lock = threading.RLock()
@@ -199,7 +200,15 @@ class Runner:
         """Make calls like this one with prompts as long as each bucket, so that they are recorded."""
         with self._state_lock:
             device, prompts = self._check_state(module)
-        for resized in [] if prompts is None else prompts.every(args, kwargs):
+        padded = None if prompts is None else prompts.padded(args, kwargs)
+        if prompts is None or padded is None:
+            return
+        signature = Call.of(padded.args, padded.kwargs, device).signature
+        if signature in self._thread.resized:
+            return
+        self._thread.resized.add(signature)
+        for resized in prompts.every(args, kwargs):
+            self.has_buckets = True
             entry = self.entries.get(Call.of(resized.args, resized.kwargs, device).signature)
             if entry is None or entry.met != self._insistence:
                 with suppress(Refused):
@@ -636,7 +645,7 @@ class Runner:
 
     @contextmanager
     def insisting(self) -> Iterator[None]:
-        self._thread.insisting, self._thread.every_bucket = True, False
+        self._thread.insisting, self._thread.every_bucket, self._thread.resized = True, False, set()
         self._insistence += 1
         try:
             yield
@@ -646,11 +655,6 @@ class Runner:
     def insist_on_every_bucket(self, every: bool) -> None:
         """Whether calls of this thread inside `insisting` record all prompt buckets, or their own prompt's alone."""
         self._thread.every_bucket = every
-
-    @property
-    def has_buckets(self) -> bool:
-        """Whether prompts of many lengths share recordings, as far as the calls so far have shown."""
-        return self._prompts is not None
 
     @property
     def _insisting(self) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +15,7 @@ from tqdm.auto import tqdm
 
 from diffgraph.errors import ShapeError
 from diffgraph.memory import free_memory
-from diffgraph.prompt_arguments import prompt_arguments, recorded_length
+from diffgraph.prompt_arguments import Batch, batches, prompt_arguments, recorded_length
 from diffgraph.runner import CaptureWarning, Runner
 from diffgraph.shapes import CaptureShape
 
@@ -51,7 +52,8 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
 
 def _warn_of_one_length(pipe: Any, shape: CaptureShape) -> None:
     """Where each prompt has its own length, a shape that names none records one length of many."""
-    length = recorded_length(pipe, shape)
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    length = recorded_length(pipe, shape, _beside_the_prompt(pipe, shape, accepted))
     if length is not None:
         text = (
             f"diffgraph: {type(pipe).__name__}'s prompts vary in length, and {shape} names none: recorded for {length} tokens "
@@ -67,10 +69,8 @@ def _device(pipe: Any) -> torch.device:
 def _run(pipe: Any, shape: CaptureShape, decode: bool) -> None:
     try:
         with torch.no_grad():
-            pipe(**call_arguments(pipe, shape, decode=decode))
-            if shape.batch > 1 and not _PROMPTS & set(shape.inputs):
-                # Pipelines may tell the denoiser how many prompts there were: several pictures of one are another signature.
-                pipe(**call_arguments(pipe, shape, one_prompt=True, decode=decode))
+            for batch in batches(shape, inspect.signature(type(pipe).__call__).parameters):
+                pipe(**call_arguments(pipe, shape, batch, decode=decode))
     except (ShapeError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -78,7 +78,7 @@ def _run(pipe: Any, shape: CaptureShape, decode: bool) -> None:
 
 
 def call_arguments(
-    pipe: Any, shape: CaptureShape, *, one_prompt: bool = False, decode: bool = False
+    pipe: Any, shape: CaptureShape, batch: Batch = Batch.ALIKE, *, decode: bool = False
 ) -> dict[str, Any]:
     """Keyword arguments for one short call of the pipeline at this shape, without decoding the picture unless told to.
 
@@ -86,11 +86,25 @@ def call_arguments(
     the pipeline's call has no argument for.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
-    wanted: dict[str, Any] = {"height": shape.height, "width": shape.width, "num_inference_steps": STEPS}
+    wanted = _beside_the_prompt(pipe, shape, accepted, decode)
+    wanted.update(prompt_arguments(pipe, shape, accepted, wanted, batch))
+    wanted.update(_inputs(shape))
+    if "generator" in accepted:
+        wanted.setdefault("generator", torch.Generator().manual_seed(0))
+    return wanted
+
+
+def _beside_the_prompt(
+    pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any], decode: bool = False
+) -> dict[str, Any]:
+    wanted: dict[str, Any] = {"num_inference_steps": _steps(shape, accepted)}
+    if shape.inputs and not {"height", "width"} & accepted.keys():
+        pass  # a pipeline that takes its size from the picture that it is given
+    else:
+        wanted.update(height=shape.height, width=shape.width)
     if shape.num_frames is not None:
         wanted["num_frames"] = shape.num_frames
-    wanted.update(prompt_arguments(pipe, shape, accepted, one_prompt))
-    wanted.update(shape.inputs)
+    wanted.update(_inputs(shape))
     unknown = [name for name in wanted if name not in accepted]
     if unknown:
         raise ShapeError(
@@ -98,9 +112,25 @@ def call_arguments(
         )
     if "output_type" in accepted and not decode:
         wanted.setdefault("output_type", "latent")  # skips the VAE
-    if "generator" in accepted:
-        wanted.setdefault("generator", torch.Generator().manual_seed(0))
     return wanted
+
+
+def _inputs(shape: CaptureShape) -> dict[str, Any]:
+    """What the shape gives. Some pipelines write into lists that they are given, and any call advances a generator."""
+    return {name: _own(value) for name, value in shape.inputs.items()}
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
+
+
+def _steps(shape: CaptureShape, accepted: Mapping[str, Any]) -> int:
+    """`STEPS`, or more where the pipeline starts from a picture, leaves out steps accordingly, and would have none left."""
+    strength = shape.inputs.get("strength", accepted["strength"].default if "strength" in accepted else 1.0)
+    usable = isinstance(strength, (int, float)) and 0 < strength < 1
+    return max(STEPS, math.ceil(1 / strength)) if usable else STEPS
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from diffgraph.errors import ShapeError
-from diffgraph.prompt_arguments import SCALES
+from diffgraph.prompt_arguments import SCALES, per_prompt_argument
 from diffgraph.prompts import Prompt
 from diffgraph.shapes import CaptureShape
 
@@ -28,7 +28,8 @@ def asked_shape(prompt: Prompt | None) -> CaptureShape | None:
     accepted = inspect.signature(type(given["self"]).__call__).parameters
     if not {"height", "width"} <= accepted.keys():
         return None
-    per_prompt = given.get("num_images_per_prompt") or given.get("num_videos_per_prompt") or 1
+    prompts, name = given.get("batch_size") or 1, per_prompt_argument(accepted)
+    per_prompt = given.get(name or "") or 1
     try:
         return CaptureShape(
             height=given["height"],
@@ -36,7 +37,8 @@ def asked_shape(prompt: Prompt | None) -> CaptureShape | None:
             num_frames=given.get("num_frames") if "num_frames" in accepted else None,
             prompt_length=max(prompt.buckets) if prompt is not None else _length(given, accepted),
             guidance=_guidance(given, accepted),
-            batch=(given.get("batch_size") or 1) * per_prompt,
+            batch=prompts * per_prompt,
+            inputs={name: per_prompt} if name is not None and prompts > 1 and per_prompt > 1 else {},
         )
     except ShapeError:  # not sizes but lists of them, say
         return None

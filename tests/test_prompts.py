@@ -15,7 +15,8 @@ import pipelines
 from diffgraph import Reason, families
 from diffgraph.compare import close
 from diffgraph.families import rule_of
-from diffgraph.prompts import AUTO
+from diffgraph.options import Options
+from diffgraph.prompts import AUTO, PromptBuckets
 
 TOLERANCE = 1e-5  # relative: another matrix shape may take another kernel
 
@@ -298,6 +299,34 @@ def test_start_up_records_every_bucket(name):
     for prompt, expected in zip(prompts, want, strict=True):
         assert distance(latents(pipe, prompt, **options), expected) < TOLERANCE
     assert set(diffgraph.report(pipe).unseen) == set()
+
+
+def test_a_call_made_shorter_to_record_a_bucket_is_as_one_that_came_so():
+    """To the signature, too: a cut that left its tensors spaced in memory was never met again."""
+    rule, call = families.RULES["QwenImageTransformer2DModel"], qwen_call(40, 40, mask=True)
+    assert all(tensor.is_contiguous() for tensor in rule.resized(call, (16,)).values())
+    rule, call = families.RULES["ZImageTransformer2DModel"], z_image_call(40, 10)
+    call["controlnet_block_samples"] = {0: noise(2, 32 + 64, 64)}
+    changed = rule.resized(call, (20, 10))["controlnet_block_samples"][0]
+    assert changed.shape == (2, 32 + 32, 64) and changed.is_contiguous()
+    assert rule.resized(call, (64, 32))["controlnet_block_samples"][0] is call["controlnet_block_samples"][0]
+
+
+def test_the_negative_prompt_of_z_image_stays_as_it_is_however_long():
+    assert set(families.RULES["ZImageTransformer2DModel"].every((20, 90), AUTO)) == {(n, 96) for n in range(32, 513, 32)}
+
+
+def test_with_a_picture_in_the_prompt_start_up_records_what_can_come():
+    """Qwen-Image's edit pipeline: 1,369 tokens of a picture of a million pixels, in the negative prompt, too."""
+    module = qwen()
+    buckets = PromptBuckets.of(module, Options(), ("hidden_states",))
+    for picture, first, last in ((0, 8, 1024), (196, 192, 1152), (1369, 1408, 2304)):
+        found = [p.prompt.lengths[0] for p in buckets.every((), qwen_call(picture + 20))]
+        assert (found[-1], found[0]) == (first, last) and found == sorted(found, reverse=True)
+        for length in (picture + 16, picture + 20, picture + 900):
+            assert buckets.padded((), qwen_call(length)).prompt.buckets[0] in found
+    chosen = PromptBuckets.of(module, Options(prompt_buckets=(16, 2048)), ("hidden_states",))
+    assert [p.prompt.lengths[0] for p in chosen.every((), qwen_call(1400))] == [2048, 16]
 
 
 def test_more_shapes_than_max_graphs_are_all_kept_when_asked_for():

@@ -18,7 +18,10 @@ CALLS = {
     "z_image": [dict(height=64, width=64, guidance_scale=0.0), dict(height=96, width=64, guidance_scale=4.0)],
     "flux": [dict(height=64, width=64), dict(height=64, width=96, max_sequence_length=256)],
     "sd3": [dict(height=64, width=64), dict(height=64, width=64, guidance_scale=1.0)],
-    "sdxl": [dict(height=64, width=96, num_images_per_prompt=2)],
+    "sdxl": [
+        dict(height=64, width=96, num_images_per_prompt=2),
+        dict(height=64, width=64, num_images_per_prompt=2, negative_prompt=["bad"] * 2, prompt=["a cat", "a dog"]),
+    ],
     "wan": [dict(height=64, width=64, num_frames=5), dict(height=64, width=64, num_frames=1, guidance_scale=1.0)],
     "pixart": [dict(height=64, width=64)],
     "sana": [dict(height=64, width=64)],
@@ -27,7 +30,7 @@ CALLS = {
 
 def make(pipe, call: dict, prompt: str = "a photo of a red cat"):
     generator = torch.Generator().manual_seed(0)
-    return pipe(prompt, num_inference_steps=3, output_type="latent", generator=generator, **call)[0]
+    return pipe(num_inference_steps=3, output_type="latent", generator=generator, **{"prompt": prompt, **call})[0]
 
 
 @pytest.mark.parametrize("ending", ["json", "yaml"])

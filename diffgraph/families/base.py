@@ -58,7 +58,7 @@ def rows(tensor: torch.Tensor, length: int, dim: int, *, before: bool = False) -
     others."""
     missing = length - tensor.shape[dim]
     if missing <= 0:
-        return tensor.narrow(dim, 0, length).contiguous()
+        return (tensor if missing == 0 else tensor.narrow(dim, 0, length)).contiguous()
     shape = list(tensor.shape)
     shape[dim] = missing
     filling = tensor.new_zeros(shape)

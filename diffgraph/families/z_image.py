@@ -2,6 +2,7 @@
 
 So a caption may be padded inside its block of 32, if the rows that are added become that token, and no further. Which rows those
 are is the one thing in the forward that the length decides: the mask of a `torch.where` between the token and the caption's rows.
+A ControlNet's residuals have a row for each of the picture's and each of the longest caption's, padded to its block.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from diffgraph.recorder import eager_on_graph
 
 _BLOCK = 32
 _LONGEST = 512  # captions that the pipeline makes unless told otherwise
+_RESIDUALS = "controlnet_block_samples"
 
 
 class ZImage(PromptRule):
@@ -34,20 +36,29 @@ class ZImage(PromptRule):
         return found if all(found) else None
 
     def buckets(self, lengths: Lengths, sizes: Sequence[int]) -> Lengths:
-        return tuple(-(-length // _BLOCK) * _BLOCK for length in lengths)
+        return tuple(map(_block, lengths))
 
     def resized(self, given: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
-        pairs = zip(given["cap_feats"], lengths, strict=True)
-        return {"cap_feats": [rows(caption, length, 0) for caption, length in pairs]}
+        captions = given["cap_feats"]
+        changed: dict[str, Any] = {"cap_feats": [rows(c, length, 0) for c, length in zip(captions, lengths, strict=True)]}
+        residuals = given.get(_RESIDUALS)
+        if residuals is not None:
+            more = _block(max(lengths)) - _block(max(caption.shape[0] for caption in captions))
+            changed[_RESIDUALS] = {at: rows(found, found.shape[1] + more, 1) for at, found in residuals.items()}
+        return changed
 
     def every(self, lengths: Lengths, sizes: Sequence[int]) -> list[Lengths]:
-        """The longest captions of a call are the prompt's; shorter ones beside them, the negative prompt's, stay as they are."""
-        now, longest = self.buckets(lengths, sizes), max(lengths)
+        """Captions as long as a call's first are the prompt's; others, the negative prompt's, stay as they are."""
+        now, first = self.buckets(lengths, sizes), lengths[0]
         blocks = range(_LONGEST, 0, -_BLOCK)
-        return [tuple(size if n == longest else own for n, own in zip(lengths, now, strict=True)) for size in blocks]
+        return [tuple(size if n == first else own for n, own in zip(lengths, now, strict=True)) for size in blocks]
 
     def placed(self, module: torch.nn.Module, padding: Padding) -> AbstractContextManager[Any]:
         return _LiveMask(module.cap_pad_token, padding)
+
+
+def _block(length: int) -> int:
+    return -(-length // _BLOCK) * _BLOCK
 
 
 @eager_on_graph
