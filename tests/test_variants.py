@@ -74,7 +74,7 @@ def test_a_variant_of_a_pipeline(name):
         shapes = [CaptureShape(64, 64, prompt_length=89, inputs=given)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", diffgraph.CaptureWarning)
-        diffgraph.accelerate_pipeline(pipe, capture_shapes=shapes)
+        diffgraph.accelerate_pipeline(pipe, capture_shapes=shapes, prompt_buckets=[64, 192, 320])
     before = diffgraph.report(pipe)
     assert all(same(latents(pipe, **call), expected) for call, expected in zip(calls, want, strict=True))
     after = diffgraph.report(pipe)
@@ -128,7 +128,12 @@ def test_negative_prompts_short_and_long(family, negative):
 
 
 @pytest.mark.parametrize(
-    "shapes", [["64x64@cfg=on", "64x64@cfg=off"], [dict(cfg_truncation=0.4, num_inference_steps=6)]], ids=["by two", "by one"]
+    "shapes",
+    [
+        ["64x64@cfg=on,prompt=28", "64x64@cfg=off,prompt=28"],
+        [dict(prompt="a red cat", cfg_truncation=0.4, num_inference_steps=6)],
+    ],
+    ids=["by two", "by one"],
 )
 def test_guidance_that_ends_midway_by_itself(shapes):
     shapes = [CaptureShape(64, 64, inputs=shape) if isinstance(shape, dict) else shape for shape in shapes]
