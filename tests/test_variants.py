@@ -5,6 +5,7 @@ import importlib
 import inspect
 import warnings
 
+import diffusers
 import pytest
 import torch
 from PIL import ImageOps
@@ -74,7 +75,7 @@ def test_a_variant_of_a_pipeline(name):
         shapes = [CaptureShape(64, 64, prompt_length=89, inputs=given)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", diffgraph.CaptureWarning)
-        diffgraph.accelerate_pipeline(pipe, capture_shapes=shapes)
+        diffgraph.accelerate_pipeline(pipe, capture_shapes=shapes, prompt_buckets=[64, 192, 320])
     before = diffgraph.report(pipe)
     assert all(same(latents(pipe, **call), expected) for call, expected in zip(calls, want, strict=True))
     after = diffgraph.report(pipe)
@@ -128,7 +129,12 @@ def test_negative_prompts_short_and_long(family, negative):
 
 
 @pytest.mark.parametrize(
-    "shapes", [["64x64@cfg=on", "64x64@cfg=off"], [dict(cfg_truncation=0.4, num_inference_steps=6)]], ids=["by two", "by one"]
+    "shapes",
+    [
+        ["64x64@cfg=on,prompt=28", "64x64@cfg=off,prompt=28"],
+        [dict(prompt="a red cat", cfg_truncation=0.4, num_inference_steps=6)],
+    ],
+    ids=["by two", "by one"],
 )
 def test_guidance_that_ends_midway_by_itself(shapes):
     shapes = [CaptureShape(64, 64, inputs=shape) if isinstance(shape, dict) else shape for shape in shapes]
@@ -205,3 +211,20 @@ def test_where_each_length_is_recorded_for_itself_a_variant_says_so():
     pipe, given = variants.build("ZImageOmniPipeline")
     with pytest.warns(diffgraph.CaptureWarning, match="vary in length, and 64x64 names none: recorded for 96 tokens alone"):
         diffgraph.accelerate_pipeline(quiet(pipe), capture_shapes=[CaptureShape(64, 64, inputs=given)])
+
+
+def test_a_guider_of_a_modular_pipeline_that_stops_midway():
+    """With a new guider for each call: in diffusers 0.42.1, one that has stopped leaves out the next call's negative prompt."""
+    pipe = diffusers.QwenImageAutoBlocks().init_pipeline()
+    pipe.update_components(**tiny("qwen_image").components)
+
+    def pictures():
+        pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=4.0, stop=0.7))
+        call = dict(prompt="a red cat", negative_prompt="bad", height=64, width=64, num_inference_steps=5, output_type="pt")
+        return pipe(**call, generator=torch.Generator().manual_seed(0), output="images")
+
+    want = pictures()
+    diffgraph.accelerate_pipeline(pipe, poison=True)
+    assert same(pictures(), want) and same(pictures(), want)
+    report = diffgraph.report(pipe)
+    assert (report.captures, report.eager, report.replays) == (2, 2, 12)
