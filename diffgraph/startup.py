@@ -50,10 +50,15 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
         warnings.warn(f"diffgraph: asked for at start-up and not recorded: {label} ({reason})", CaptureWarning, stacklevel=4)
 
 
+def one_length(pipe: Any, shape: CaptureShape) -> int | None:
+    """Of a shape that names no prompt length, where each prompt has its own: the one that a call at this shape has."""
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    return recorded_length(pipe, shape, _beside_the_prompt(pipe, shape, accepted))
+
+
 def _warn_of_one_length(pipe: Any, shape: CaptureShape) -> None:
     """Where each prompt has its own length, a shape that names none records one length of many."""
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    length = recorded_length(pipe, shape, _beside_the_prompt(pipe, shape, accepted))
+    length = one_length(pipe, shape)
     if length is not None:
         text = (
             f"diffgraph: {type(pipe).__name__}'s prompts vary in length, and {shape} names none: recorded for {length} tokens "

@@ -55,8 +55,8 @@ def examine(model: models.Model, shapes: Any, prompt: str | None, repeats: int) 
     from diffgraph.cli.diagnosis import diagnose
     from diffgraph.components import DENOISERS
     from diffgraph.memory import total_memory
-    from diffgraph.prompt_arguments import recorded_length
     from diffgraph.refusals import refusal
+    from diffgraph.startup import one_length
 
     denoisers = {name: m for name in DENOISERS if isinstance(m := getattr(model.pipe, name, None), torch.nn.Module)}
     refused = {name: reason for name, m in denoisers.items() if (reason := refusal(m)) is not None}
@@ -65,7 +65,7 @@ def examine(model: models.Model, shapes: Any, prompt: str | None, repeats: int) 
         with working(f"eager and recorded, {s}"):
             by_shape[str(s)] = [diagnose(call, str(s), repeats) for call in denoiser_calls(model, s, prompt)]
     device = next((p.device for m in denoisers.values() for p in m.parameters()), torch.device("cpu"))
-    vary = recorded_length(model.pipe, shapes[0]) is not None
+    vary = one_length(model.pipe, shapes[0]) is not None
     every_length = not vary or _has_buckets(denoisers.values())
     sentence, line = verdict(by_shape, every_length)
     return {
