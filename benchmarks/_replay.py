@@ -23,7 +23,7 @@ def runner_work(call: DenoiserCall) -> dict[str, Any]:
     leaves = Call.of(call.args, call.kwargs, device).leaves
     fingerprint = Fingerprint(call.module)
     parts = {
-        "signature": host_ms(lambda: runner.entries.get(Call.of(call.args, call.kwargs, device).signature), device),
+        "signature": host_ms(lambda: runner.table.entries.get(Call.of(call.args, call.kwargs, device).signature), device),
         "guards": host_ms(fingerprint.change, device),
         "copies": host_ms(lambda: recording.inputs.copy_from(leaves), device),
         "clones": host_ms(lambda: recording.outputs(leaves), device),
@@ -70,4 +70,4 @@ def _copy_ms(buffers: list[torch.Tensor], device: torch.device) -> float:
 
 def _recorded(call: DenoiserCall) -> tuple[Any, Recording]:
     runner: Any = call.module._compiled_call_impl
-    return runner, next(entry.recording for entry in runner.entries.values() if entry.recording is not None)
+    return runner, next(entry.recording for entry in runner.table.entries.values() if entry.recording is not None)

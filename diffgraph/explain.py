@@ -19,9 +19,10 @@ from diffgraph.pipeline import accelerated
 from diffgraph.prompts import PromptBuckets
 from diffgraph.reasons import Reason
 from diffgraph.refusals import refusal
-from diffgraph.runner import MAX_NUMBER_VARIANTS, Runner, intercepted
+from diffgraph.runner import Runner, intercepted
 from diffgraph.signature import Call, Refused
 from diffgraph.startup import untouched
+from diffgraph.table import MAX_NUMBER_VARIANTS
 from diffgraph.tree import flatten
 
 _CALLBACKS = ("callback_on_step_end", "callback")
@@ -153,7 +154,7 @@ def _foreseen(
         too_long = prompts is not None and prompts.too_long(args, kwargs)
         return _route(runner, call, change, too_long)
     except Refused as refused:
-        label = runner.name if call is None else runner.label(call.signature)
+        label = runner.name if call is None else runner.table.label(call.signature)
         text = f"{label} ({refused.detail})" if refused.detail else label
         return _near(runner, call, CallExplanation(text, "eager", str(refused.reason))), None, call
 
@@ -176,12 +177,12 @@ def _check_state(runner: Runner, module: torch.nn.Module) -> Reason | None:
 def _route(
     runner: Runner, call: Call, change: Reason | None, too_long: bool
 ) -> tuple[CallExplanation, Recording | None, Call | None]:
-    label, entry = runner.label(call.signature), runner.entries.get(call.signature)
+    label, entry = runner.table.label(call.signature), runner.table.entries.get(call.signature)
     on_demand = runner.options.capture == "on_demand"
     if entry is None:
         if not on_demand:
             raise Refused(Reason.PROMPT_TOO_LONG if too_long else Reason.UNSEEN_SIGNATURE)
-        if runner.variants(call.signature) >= MAX_NUMBER_VARIANTS:
+        if runner.table.variants(call.signature) >= MAX_NUMBER_VARIANTS:
             raise Refused(Reason.HOST_VALUE_CHANGED, "a number among the arguments is another one at each call")
         then = "its next call is recorded, and those after that replay"
         return _near(runner, call, CallExplanation(label, "eager", str(Reason.UNSEEN_SIGNATURE), then)), None, call
@@ -205,11 +206,12 @@ def _near(runner: Runner, call: Call | None, explained: CallExplanation) -> Call
     """With the nearest captured signature."""
     if call is None:
         return explained
-    others = [s for s, entry in list(runner.entries.items()) if s != call.signature and entry.values.recorded()]
+    others = [s for s, entry in list(runner.table.entries.items()) if s != call.signature and entry.values.recorded()]
     found = nearest(call.signature, others, runner.positional)
     if found is None:
         return explained
-    return CallExplanation(explained.label, explained.route, explained.reason, explained.then, runner.label(found[0]), found[1])
+    label = runner.table.label(found[0])
+    return CallExplanation(explained.label, explained.route, explained.reason, explained.then, label, found[1])
 
 
 @contextmanager

@@ -53,12 +53,12 @@ class Report:
     def of(cls, runners: Sequence[Runner], bypassed: Sequence[str] = ()) -> Report:
         routes: Counter[str] = sum((r.routes for r in runners), Counter())
         reasons: Counter[str] = sum((r.reasons for r in runners), Counter())
-        entries = [entry for r in runners for entry in r.all_entries()]
+        entries = [entry for r in runners for entry in r.table.all_entries()]
         rows = [_signature(entry) for entry in entries if entry.recording is not None or entry is entry.values.first]
         memory = sum(m.bytes() for m in {id(r.memory): r.memory for r in runners}.values())
-        unseen: Counter[str] = sum((r.unseen for r in runners), Counter())
+        unseen: Counter[str] = sum((r.table.unseen for r in runners), Counter())
         counts = routes["capture"], routes["replay"], routes["eager"], dict(reasons.most_common())
-        met = [entry.shape for entry in entries] + [shape for r in runners for shape in r.unseen_shapes]
+        met = [entry.shape for entry in entries] + [shape for r in runners for shape in r.table.unseen_shapes]
         shapes = [shape for shape in met if shape is not None]
         return cls(*counts, rows, memory, dict(unseen.most_common()), list(bypassed), tuple(dict.fromkeys(shapes)))
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,35 +22,27 @@ from diffgraph.capture import Recording, capture, padded_forward
 from diffgraph.compare import close, same_bits
 from diffgraph.containers import can_follow, same_containers
 from diffgraph.current import foreign_capture, open_recorder
-from diffgraph.devices import SUPPORTED, Pool
+from diffgraph.devices import Pool
 from diffgraph.entry import PAYS_AFTER, Entry
 from diffgraph.errors import HostValueChanged, OpNotRecordable
-from diffgraph.guards import Fingerprint
 from diffgraph.memory import Memory
 from diffgraph.options import Options
 from diffgraph.prompts import PromptBuckets
 from diffgraph.ranges import named
 from diffgraph.reasons import Reason
-from diffgraph.refusals import refusal
 from diffgraph.route_log import RouteLog
 from diffgraph.shapes import CaptureShape
-from diffgraph.signature import Call, Refused, Signature
+from diffgraph.signature import Call, Refused
+from diffgraph.state import State
+from diffgraph.table import Table
 from diffgraph.tensors import tensors_in
 from diffgraph.traffic import asked_shape
 from diffgraph.tree import containers, flatten, unflatten
 
 logger = logging.getLogger("diffgraph")
 
-#: Signatures that differ in a number alone and may be recorded side by side; more, and the number is one that keeps changing.
-MAX_NUMBER_VARIANTS = 16
-#: More signatures than anybody uses: something in the call is another one each time.
-MAX_ENTRIES = 4096
-MAX_UNSEEN = 64
 #: So many recordings may not pay before new signatures are made to wait.
 FREE_CAPTURES = 16
-#: After so many changes of state without a replay between them, the runner looks again only after so many calls.
-MAX_CHANGES = 8
-MAX_REST = 16
 #: A replay may take this much of eager's time before the signature is demoted; less is noise.
 MAX_SLOWER = 1.03
 
@@ -87,20 +78,12 @@ class Runner:
         self.routes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self._log = RouteLog(name)
-        self.entries: dict[Signature, Entry] = {}
-        self.unseen: Counter[str] = Counter()  # calls that start-up capture has not foreseen, by their label
-        self.unseen_shapes: list[CaptureShape | None] = []
-        self._variants: Counter[Signature] = Counter()  # signatures by what they are without their numbers
         # What the recordings hold would otherwise keep the weights until the garbage collector finds the cycle.
         self._module = weakref.ref(module, partial(_release, weakref.ref(self)))
         self.wrapped = module.__dict__.get("_compiled_call_impl")  # the user's own `module.compile()`
         self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        self._fingerprint: Fingerprint | None = None
-        self._refusal: Reason | None = None
-        self._prompts: PromptBuckets | None = None
-        self._last_change = Reason.ATTRIBUTES_CHANGED
-        self._changes = 0  # seen without a replay between them
-        self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
+        self.table = Table(name, self.positional)
+        self._state = State(options, self.positional)
         self._break_ops: set[Any] = set()  # which failed to be recorded
         self._paused = 0
         self._paid = 0  # recordings that have
@@ -108,7 +91,6 @@ class Runner:
         self._insistence = 0  # how often `diffgraph.capture` was called
         self.has_buckets = False  # prompts of many lengths share recordings, as far as the calls made to record have shown
         self.shapes: list[CaptureShape] = []  # recorded through a pipeline so far
-        self._device = torch.device("cpu")
         self._state_lock = threading.RLock()
         self._count_lock = threading.Lock()
 
@@ -135,7 +117,7 @@ class Runner:
             return self._forward(module)(*args, **kwargs)
         except torch.OutOfMemoryError:
             # Eager alone might have fitted: give back what is ours, and try once more.
-            if not any(entry.recording for entry in self.all_entries()):
+            if not any(entry.recording for entry in self.table.all_entries()):
                 raise
         self.release()
         torch.cuda.empty_cache()
@@ -166,12 +148,7 @@ class Runner:
         with pool.lock:
             if pool.in_turn:  # a break of another recording of this pool called us
                 raise Refused(Reason.NESTED_CAPTURE)
-            try:
-                entry = self._entry(call)
-            except Refused as refused:
-                if refused.reason is Reason.UNSEEN_SIGNATURE and prompts is not None and prompts.too_long(args, kwargs):
-                    raise Refused(Reason.PROMPT_TOO_LONG) from None
-                raise
+            entry = self._entry(call, prompts, args, kwargs)
             self._log.at(entry.label)
             if not entry.is_met and not self._insisting:
                 entry.is_met, entry.shape = True, asked_shape(call.prompt)
@@ -209,7 +186,7 @@ class Runner:
         self._thread.resized.add(signature)
         for resized in prompts.every(args, kwargs):
             self.has_buckets = True
-            entry = self.entries.get(Call.of(resized.args, resized.kwargs, device).signature)
+            entry = self.table.entries.get(Call.of(resized.args, resized.kwargs, device).signature)
             if entry is None or entry.met != self._insistence:
                 with suppress(Refused):
                     self._recorded(module, resized.args, resized.kwargs)
@@ -219,70 +196,36 @@ class Runner:
     def _check_state(self, module: torch.nn.Module) -> tuple[torch.device, PromptBuckets | None]:
         """The device of the weights, and how prompts are padded. Drops every recording when what it relies on has changed; raises
         `Refused` when nothing can be relied on."""
-        if self._rest > 0:
-            self._rest -= 1
-            if self._rest == 0:
-                self._drop_all(self._last_change)
-                self._fingerprint = None  # the next call starts from the state that it finds
-            raise Refused(self._last_change)
-        fingerprint = self._fingerprint
-        change = None if fingerprint is None else fingerprint.change()
-        if fingerprint is None or change is not None:
-            self._take_fingerprint(module)
+        state = self._state
+        if state.is_resting:
+            if state.rest():
+                self._drop_all(state.last_change)
+            raise Refused(state.last_change)
+        change = state.look(module)
         if change is not None:
-            self._last_change = self._refusal or change
-            self._drop_all(self._last_change)
-            self._changes += 1
-            self._rest = MAX_REST if self._changes > MAX_CHANGES else 0
+            self._drop_all(state.last_change)
             logger.info("%s: recordings dropped: %s", self.name, change)
-        if self._refusal is not None:
-            raise Refused(self._refusal)
-        return self._device, self._prompts
-
-    def _take_fingerprint(self, module: torch.nn.Module) -> None:
-        self._fingerprint = Fingerprint(module)
-        self._refusal = refusal(module)
-        self._prompts = PromptBuckets.of(module, self.options, self.positional)
-        tensor = next(chain(module.parameters(), module.buffers()), None)
-        self._device = torch.device("cpu") if tensor is None else tensor.device
-        if self._device.type not in SUPPORTED:
-            self._refusal = self._refusal or Reason.UNSUPPORTED_INPUT
+        if state.refusal is not None:
+            raise Refused(state.refusal)
+        return state.device, state.prompts
 
     def _drop_all(self, reason: Reason) -> None:
-        for entry in self.all_entries():
+        for entry in self.table.all_entries():
             self._drop(entry, lost=reason if entry.recording is not None else entry.lost or entry.refused)
             entry.seen = 0
             if entry.refused is not Reason.VERIFY_FAILED:  # that one is for good
                 entry.refused = None
 
-    def _entry(self, call: Call) -> Entry:
+    def _entry(self, call: Call, prompts: PromptBuckets | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """What is known of this call's signature; raises `Refused` when it is new and not to be recorded."""
-        signature = call.signature
-        entry = self.entries.get(signature)
+        entry = self.table.entries.get(call.signature)
         if entry is not None:
             return entry
         if not self._may_capture():
-            label = self.label(signature)
-            self._log.at(label)
-            if label not in self.unseen and len(self.unseen) < MAX_UNSEEN:
-                self.unseen_shapes.append(asked_shape(call.prompt))
-            if label in self.unseen or len(self.unseen) < MAX_UNSEEN:
-                self.unseen[label] += 1
-            raise Refused(Reason.UNSEEN_SIGNATURE)
-        alike = signature.without_numbers()
-        if self._variants[alike] >= MAX_NUMBER_VARIANTS:
-            for known, other in self.entries.items():  # those too will not come again
-                if other.recording is None and known.without_numbers() == alike:
-                    other.refused = Reason.HOST_VALUE_CHANGED
-            raise Refused(Reason.HOST_VALUE_CHANGED, "a number among the arguments is another one at each call")
-        if len(self.entries) >= MAX_ENTRIES:
-            raise Refused(Reason.UNSEEN_SIGNATURE, f"{MAX_ENTRIES} signatures are known already")
-        self._variants[alike] += 1
-        self.entries[signature] = entry = Entry(self.label(signature))
-        return entry
-
-    def label(self, signature: Signature) -> str:
-        return f"{self.name}: {signature.label(self.positional)}"
+            self._log.at(self.table.note_unseen(call))
+            too_long = prompts is not None and prompts.too_long(args, kwargs)
+            raise Refused(Reason.PROMPT_TOO_LONG if too_long else Reason.UNSEEN_SIGNATURE)
+        return self.table.add(call)
 
     def _may_capture(self) -> bool:
         return self.options.capture == "on_demand" or self._insisting
@@ -329,8 +272,7 @@ class Runner:
     def _warm_up(self, visit: Visit) -> Any:
         """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
         module, args, kwargs, _, entry, pool = visit
-        fingerprint = self._fingerprint
-        state = fingerprint.state_versions() if fingerprint is not None else []
+        versions = self._state.versions()
         before = flatten((args, kwargs), objects=True)
         try:
             given, held = _contents(before[0]), containers((args, kwargs))
@@ -346,7 +288,7 @@ class Runner:
                 self._drop(entry, refused=forbidden or Reason.SIDE_EFFECTS)
             elif self._changed_state(module, entry):
                 pass
-            elif fingerprint is not None and fingerprint.state_versions() != state:
+            elif self._state.versions() != versions:
                 self._note_escape(entry)  # others read the tensor afresh
             else:
                 entry.seen += 1
@@ -372,12 +314,11 @@ class Runner:
     def _changed_state(self, module: torch.nn.Module, entry: Entry) -> bool:
         """Whether the forward itself, while it ran eagerly, changed what recordings rely on: a cache that fills, which is over by
         the next call, or state, which is not. What others have recorded may rely on what was there before."""
-        fingerprint = self._fingerprint
-        change = None if fingerprint is None else fingerprint.change()
+        change = self._state.change()
         if change is None:
             return False
-        self._take_fingerprint(module)
-        for other in self.all_entries():
+        self._state.take(module)
+        for other in self.table.all_entries():
             if other.recording is None:
                 continue
             # Most likely a cache that fills: then nothing need be recorded again, only compared.
@@ -434,7 +375,7 @@ class Runner:
             recording.inputs.copy_back(call.leaves)
             recording.release()
             self._drop(entry, refused=Reason.SIDE_EFFECTS)
-        elif self._changed_state(module, entry) or self.entries.get(call.signature) is not entry.values.first:
+        elif self._changed_state(module, entry) or self.table.entries.get(call.signature) is not entry.values.first:
             recording.release()
         elif recording.escaped:
             # The result is right, but a cache of the model now holds what a replay would overwrite. It is full: once more.
@@ -558,7 +499,7 @@ class Runner:
         return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms
 
     def _note_replay(self, entry: Entry, recording: Recording) -> None:
-        self._changes = 0
+        self._state.lasts()
         entry.values.fitted(entry)
         self.memory.touch(entry, recording.pool)
         entry.replays += 1
@@ -579,25 +520,20 @@ class Runner:
 
     # -- for the door and the report
 
-    def all_entries(self) -> list[Entry]:
-        """Of every signature, with each of those that differ in host values."""
-        return [entry for first in list(self.entries.values()) for entry in first.values.entries]
-
     def __bool__(self) -> bool:
         # peft takes a true `_compiled_call_impl` for torch.compile's and then refuses to prepare LoRA hot-swapping.
         return False
 
     def release(self) -> None:
         """Drop everything that is recorded, and all that is known. Takes no lock of ours while it waits for a pool's."""
-        self._fingerprint = None
-        entries, self.entries, self._variants = self.all_entries(), {}, Counter()
-        for entry in entries:
+        self._state.fingerprint = None
+        for entry in self.table.clear():
             self._drop(entry)
 
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""
-        self._changes = self._rest = 0
-        for entry in self.all_entries():
+        self._state.forgive()
+        for entry in self.table.all_entries():
             entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
             entry.values.forgive()
 
@@ -618,13 +554,7 @@ class Runner:
     def pending_change(self) -> Reason | None:
         """What has changed since recordings were made, and is not acted upon before the next call."""
         with self._state_lock:
-            if self._rest > 0:
-                return self._last_change
-            return None if self._fingerprint is None else self._fingerprint.change()
-
-    def variants(self, signature: Signature) -> int:
-        """How many known signatures differ from this one in numbers alone, itself included."""
-        return self._variants[signature.without_numbers()]
+            return self._state.last_change if self._state.is_resting else self._state.change()
 
     @contextmanager
     def probed(self, probe: Callable[[Runner, torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
@@ -637,7 +567,7 @@ class Runner:
 
     def missing(self) -> list[Entry]:
         """What the latest `diffgraph.capture` has met and not recorded."""
-        return [e for e in self.entries.values() if e.met == self._insistence and not e.values.recorded()]
+        return [e for e in self.table.entries.values() if e.met == self._insistence and not e.values.recorded()]
 
     @property
     def is_paused(self) -> bool:

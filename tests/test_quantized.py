@@ -181,7 +181,7 @@ def test_a_replay_gives_what_the_quantised_denoiser_gives(kind, quantized):
 def test_a_recording_reads_what_a_weight_is_made_of_and_not_the_weight(kind, quantized):
     """As a graph on a GPU does: were an op of the weight's own class kept, the CPU would find at replay what a graph cannot."""
     t, _, _ = ready(quantized(kind))
-    recordings = [entry.recording for entry in vars(t)["_compiled_call_impl"].entries.values() if entry.recording]
+    recordings = [entry.recording for entry in vars(t)["_compiled_call_impl"].table.entries.values() if entry.recording]
     read = [t for r in recordings for step in r.sequence.steps for op in getattr(step, "ops", ()) for t in tensors_in(op[1:3])]
     assert read
     assert not any(hasattr(tensor, "__tensor_flatten__") for tensor in read)

@@ -80,7 +80,7 @@ def test_an_error_that_escapes_is_found_out(monkeypatch):
 
 def test_what_is_never_given_back_is_found_out(monkeypatch):
     kept = []
-    monkeypatch.setattr(diffgraph.runner.Runner, "release", lambda self: kept.extend(self.entries.values()))
+    monkeypatch.setattr(diffgraph.runner.Runner, "release", lambda self: kept.extend(self.table.entries.values()))
     run = soak.Soak(families=("pixart",), acts=only("loop")).run(steps=4)
     assert "Recording" in run.left[-1].ours and not run.ok
     for entry in kept:

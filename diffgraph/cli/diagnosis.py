@@ -86,7 +86,7 @@ def _record(call: DenoiserCall, found: Diagnosis) -> None:
             break
     report = diffgraph.report(call.module)
     found.reasons = {r: Reason(r).meaning for r in report.reasons if r not in _EXPECTED}
-    entry = next((e for runner in accelerated(call.module) for e in runner.all_entries() if e.recording is not None), None)
+    entry = next((e for runner in accelerated(call.module) for e in runner.table.all_entries() if e.recording is not None), None)
     if entry is None or entry.recording is None:
         return
     found.recorded, found.segments, found.memory_bytes = True, entry.recording.segments, entry.memory_bytes
