@@ -18,9 +18,12 @@ class Average:
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self.live = [p for module in modules for p in module.parameters() if p.requires_grad]
         self.mean = [p.detach().clone() for p in self.live]
+        self.share = torch.tensor(1.0, device=self.live[0].device)  # of the live weights in the next average
 
     def update(self) -> None:
-        torch._foreach_lerp_(self.mean, [p.detach() for p in self.live], 1 - AVERAGED)
+        off = torch._foreach_sub([p.detach() for p in self.live], self.mean)
+        torch._foreach_mul_(off, self.share)
+        torch._foreach_add_(self.mean, off)
 
     def swap(self) -> None:
         """The average into the modules, what they had into the average; a second time: back."""
@@ -73,6 +76,7 @@ def train(
     done = since = 0
     while (part := (time.perf_counter() - start) / (60 * minutes)) < 1:
         lr.fill_(rate * min(1.0, (done + 1) / WARM_UP) * (0.01 + 0.99 * (1 + math.cos(math.pi * part)) / 2))
+        average.share.fill_(1 - min(AVERAGED, (done + 1) / (done + 10)))
         steps[int(torch.multinomial(chances, 1, generator=order))]()
         done, since = done + 1, since + 1
         if on_cuda and done % 20 == 0:

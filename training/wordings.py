@@ -8,19 +8,18 @@ import random
 BEFORE = (
     *("", "", "a ", "the ", "one ", "emoji of a ", "an emoji of a ", "emoji: ", "picture of a ", "a picture of a "),
     *("image of the ", "an image of a ", "icon of a ", "an icon of the ", "a cute ", "a simple ", "a nice ", "a colorful "),
+    *("flat ", "a flat ", "draw a ", "draw the ", "make a ", "paint a ", "create an emoji: ", "i want a "),
     *(
-        "flat ",
-        "a flat ",
-        "draw a ",
-        "draw the ",
-        "make a ",
-        "paint a ",
-        "create an emoji: ",
-        "i want a ",
         "give me a ",
         "can you draw a ",
+        "generate a ",
+        "a drawing of a ",
+        "the symbol for ",
+        "my favorite ",
+        "a big ",
+        "clipart of a ",
+        "a photo of a ",
     ),
-    *("generate a ", "a drawing of a ", "the symbol for ", "my favorite ", "a big ", "clipart of a ", "a photo of a "),
 )
 AFTER = (
     *("", "", "", " emoji", " icon", " picture", " drawing", ", flat", ", flat design", ", simple", " on white", " please", "!"),
