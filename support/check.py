@@ -103,14 +103,14 @@ def _seeded(module: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
 
 
 def _padded(module: torch.nn.Module) -> bool:
-    recordings = [entry.recording for _, runner in _runners(module) for entry in runner.all_entries()]
+    recordings = [entry.recording for _, runner in _runners(module) for entry in runner.table.all_entries()]
     return any(recording is not None and recording.padding is not None for recording in recordings)
 
 
 def _describe(module: torch.nn.Module, found: Found) -> None:
     """What the recording is made of."""
     for _, runner in _runners(module):
-        for recording in filter(None, (entry.recording for entry in runner.all_entries())):
+        for recording in filter(None, (entry.recording for entry in runner.table.all_entries())):
             found.segments, found.buckets = recording.segments, recording.padding is not None
             for step in recording.sequence.steps:
                 if isinstance(step, Break):
