@@ -37,8 +37,8 @@ def chosen(pipe: Any, components: Any) -> Modules:
             raise OptionError(f"component {name!r} is no module of this {type(pipe).__name__}; accepted: {', '.join(known)}")
     if not found:
         raise NoDenoiserError(
-            f"{type(pipe).__name__} has no denoiser; looked for {', '.join(names)}. For a module that your own loop calls, use "
-            "accelerate_module"
+            f"{type(pipe).__name__} has no denoiser; looked for {', '.join(names)}; accepted: {', '.join(known) or None}. For a "
+            "module that your own loop calls, use accelerate_module"
         )
     return found
 

@@ -15,6 +15,7 @@ weights but a sample.
 
 from __future__ import annotations
 
+import copyreg
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -147,7 +148,10 @@ class Fingerprint:
         self._types = self._read_types()
         kinds = {*map(type, modules), *self._owners.values()}
         classes = {base for kind in kinds for base in kind.__mro__} - _BASES
-        self._class_tables = [vars(c) for c in classes if c.__flags__ & _HEAP_TYPE]
+        changeable = [c for c in classes if c.__flags__ & _HEAP_TYPE]
+        for c in changeable:  # what Python itself puts there when it is first asked: by `copy.deepcopy` of any instance, say
+            copyreg._slotnames(c), getattr(c, "__annotations__", None)  # type: ignore[attr-defined]
+        self._class_tables = [vars(c) for c in changeable]
         self._class_attributes = self._read_class_attributes()
 
     def _weights(self) -> Iterable[Any]:

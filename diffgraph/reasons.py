@@ -20,6 +20,7 @@ class Reason(str, Enum):
 
     UNSEEN_SIGNATURE = "unseen_signature", "nothing is recorded for this signature (yet, or by choice of `capture`)"
     CAPTURE_FAILED = "capture_failed", "recording this signature was tried and failed"
+    WARM_UP = "warm_up", "start-up's own eager call, which a recording needs before it"
     PROMPT_TOO_LONG = (
         "prompt_too_long",
         "the prompt is longer than the largest of `prompt_buckets`, and nothing is recorded for its exact length",

@@ -181,13 +181,13 @@ class Runner:
         if prompts is None or padded is None:
             return
         signature = Call.of(padded.args, padded.kwargs, device).signature
-        if signature in self._thread.resized:
-            return
-        self._thread.resized.add(signature)
-        for resized in prompts.every(args, kwargs):
+        self._thread.resized[signature] += 1
+        step = self._thread.resized[signature]  # of the pipeline's: the first records, the second, of other values, verifies
+        for resized in prompts.every(args, kwargs) if step <= 2 else ():
             self.has_buckets = True
             entry = self.table.entries.get(Call.of(resized.args, resized.kwargs, device).signature)
-            if entry is None or entry.met != self._insistence:
+            missing = entry is None or entry.met != self._insistence
+            if missing or (step == 2 and entry is not None and entry.recording is not None and not entry.trusted):
                 with suppress(Refused):
                     self._recorded(module, resized.args, resized.kwargs)
 
@@ -279,7 +279,7 @@ class Runner:
         except torch.OutOfMemoryError:  # eager alone may fit
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
-        self._count(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
+        self._count(Route.EAGER, Reason.WARM_UP if self._insisting else entry.lost or Reason.UNSEEN_SIGNATURE)
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
         forbidden = self._wrote_arguments(visit, before, given, held)
@@ -575,7 +575,7 @@ class Runner:
 
     @contextmanager
     def insisting(self) -> Iterator[None]:
-        self._thread.insisting, self._thread.every_bucket, self._thread.resized = True, False, set()
+        self._thread.insisting, self._thread.every_bucket, self._thread.resized = True, False, Counter()
         self._insistence += 1
         try:
             yield

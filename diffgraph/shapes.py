@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -139,10 +139,16 @@ def load_shapes(spec: Any) -> list[CaptureShape]:
         raise ShapeError(f"{path}: {error}") from error.__cause__
 
 
-def save_shapes(shapes: Sequence[CaptureShape], path: str | os.PathLike) -> None:
-    """Write shapes to a .json, .yaml or .yml file that `capture_shapes` reads. Raises ShapeError for another ending, or for
-    `inputs` that are not plain values."""
-    name = os.fspath(path)
+def save_shapes(shapes: Any, path: str | os.PathLike) -> None:
+    """Write shapes (whatever `capture_shapes` takes) to a .json, .yaml or .yml file that it reads.
+
+    Raises ShapeError for what is no shape, another ending, a path that cannot be written, or `inputs` that are not plain values.
+    """
+    shapes = load_shapes(shapes)
+    try:
+        name = os.fspath(path)
+    except TypeError:
+        raise ShapeError(f"{path!r} is no path; a file of capture shapes ends in .json, .yaml or .yml") from None
     if not name.lower().endswith(_FILES):
         raise ShapeError(f"{name}: a file of capture shapes ends in .json, .yaml or .yml")
     items = [str(shape) if not shape.inputs else shape.to_dict() for shape in shapes]
@@ -150,8 +156,11 @@ def save_shapes(shapes: Sequence[CaptureShape], path: str | os.PathLike) -> None
         text = json.dumps(items, indent=1)
     except TypeError as error:
         raise ShapeError(f"{name}: inputs that a file cannot hold: {error}") from None
-    with open(name, "w", encoding="utf-8") as file:
-        file.write(text + "\n")  # which is YAML, too
+    try:
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(text + "\n")  # which is YAML, too
+    except OSError as error:
+        raise ShapeError(f"{name}: cannot be written: {error.strerror}") from error
 
 
 def _is_path(spec: Any) -> bool:

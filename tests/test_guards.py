@@ -754,3 +754,20 @@ def test_a_host_value_that_alternates_is_not_captured_again_and_again():
         call(m, X.abs())
         call(m, -X.abs())
     assert diffgraph.report(m).captures <= 6  # of 60 calls, further and further apart
+
+
+def test_copying_an_object_of_the_same_class_elsewhere_is_no_change():
+    """The first `deepcopy` of any instance leaves `__slotnames__` in its class; pipelines copy schedulers and configurations."""
+
+    class Own:
+        pass
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = Own()
+
+    fingerprint = Fingerprint(Module())
+    copy.deepcopy(Own())
+    assert Own.__annotations__ == {}
+    assert fingerprint.change() is None

@@ -82,5 +82,13 @@ def test_a_loop_of_ones_own_has_no_shapes():
 def test_a_file_of_another_ending_is_refused(tmp_path):
     with pytest.raises(diffgraph.ShapeError, match=r"ends in \.json, \.yaml or \.yml"):
         diffgraph.save_shapes([CaptureShape(64, 64)], tmp_path / "shapes.txt")
+    with pytest.raises(diffgraph.ShapeError, match="cannot be written: No such file"):
+        diffgraph.save_shapes("64x64", tmp_path / "nowhere" / "shapes.json")
+    with pytest.raises(diffgraph.ShapeError, match="no capture shape in"):
+        diffgraph.save_shapes([], tmp_path / "shapes.json")
+    with pytest.raises(diffgraph.ShapeError, match="is no path"):
+        diffgraph.save_shapes("64x64", ["64x64"])
+    diffgraph.save_shapes("64x64@prompt=8", tmp_path / "shapes.json")
+    assert "64x64@prompt=8" in (tmp_path / "shapes.json").read_text()
     with pytest.raises(diffgraph.ShapeError, match="inputs that a file cannot hold"):
         diffgraph.save_shapes([CaptureShape(64, 64, inputs={"image": object()})], tmp_path / "shapes.json")

@@ -31,6 +31,8 @@ def new_pool(device: torch.device | str | None = None, *, poison: bool = False) 
     if device.type == "cuda":
         if poison:
             raise OptionError(f"poison=True is for the CPU device, which keeps dead memory apart; given {device}")
+        if not torch.cuda.is_available():
+            raise OptionError(f"device is {device}, and this torch sees no GPU; accepted here: cpu")
         from diffgraph.devices.cuda import CudaPool
 
         return CudaPool(device)
