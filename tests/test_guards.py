@@ -512,7 +512,7 @@ def test_at_start_up_a_list_that_the_forward_empties_is_recorded_full():
 
     m = accelerated(module_of(forward), capture="startup")
     ((_, runner),) = _runners(m)
-    with runner.insisting(), torch.no_grad():  # as `diffgraph.capture` does with a pipeline
+    with runner.insistence.begun(), torch.no_grad():  # as `diffgraph.capture` does with a pipeline
         m(X, [X + 1, X + 2])
     assert diffgraph.report(m).captures == 1
     for i in range(3):
