@@ -60,6 +60,7 @@ _PEFT = "peft."
 _HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward", "_diffusers_hook", "forward", "hooks")
 _REGISTRY = "_diffusers_hook"
 _BASES = frozenset({object, torch.nn.Module})
+_NOTED_BY_COPY = "__slotnames__"  # put on a class when an object of it is first copied or pickled
 _HEAP_TYPE = 1 << 9  # of `__flags__`: a class written in Python, so one that can be changed
 
 Table = dict[str, Any]
@@ -149,6 +150,7 @@ class Fingerprint:
         classes = {base for kind in kinds for base in kind.__mro__} - _BASES
         self._class_tables = [vars(c) for c in classes if c.__flags__ & _HEAP_TYPE]
         self._class_attributes = self._read_class_attributes()
+        self._class_attributes_by_name = self._read_class_attributes_by_name()
 
     def _weights(self) -> Iterable[Any]:
         """Looked up each time: a reference would keep a replaced weight's memory, and a weak one breaks `swap_tensors`."""
@@ -172,6 +174,18 @@ class Fingerprint:
 
     def _read_class_attributes(self) -> list[Any]:
         return list(chain.from_iterable([table.values() for table in self._class_tables]))
+
+    def _read_class_attributes_by_name(self) -> list[Table]:
+        return [{name: value for name, value in table.items() if name != _NOTED_BY_COPY} for table in self._class_tables]
+
+    def _classes_changed(self) -> bool:
+        now = self._read_class_attributes()
+        if now == self._class_attributes:
+            return False
+        if self._read_class_attributes_by_name() != self._class_attributes_by_name:
+            return True
+        self._class_attributes = now
+        return False
 
     def _hooked(self) -> bool:
         """Whether hooks came or went. PyTorch numbers hooks as they are made: while there are none and none was made, none need
@@ -236,7 +250,7 @@ class Fingerprint:
             return Reason.ATTRIBUTES_CHANGED
         if self._read_root() != self._root_then:
             return self._root_change()
-        if self._read_types() != self._types or self._read_class_attributes() != self._class_attributes:
+        if self._read_types() != self._types or self._classes_changed():
             return Reason.ATTRIBUTES_CHANGED
         return None
 

@@ -754,3 +754,19 @@ def test_a_host_value_that_alternates_is_not_captured_again_and_again():
         call(m, X.abs())
         call(m, -X.abs())
     assert diffgraph.report(m).captures <= 6  # of 60 calls, further and further apart
+
+
+def test_a_copy_of_what_a_module_owns_is_no_change():
+    """The first copy of an object leaves a note on its class, as a pipeline's scheduler does when `explain` copies it."""
+
+    class Settings:
+        scale = 1.0
+
+    m = Toy()
+    m.settings = Settings()
+    fingerprint = Fingerprint(m)
+    copy.deepcopy(m.settings)
+    assert "__slotnames__" in vars(Settings)
+    assert fingerprint.change() is None
+    Settings.scale = 2.0
+    assert fingerprint.change() == "attributes_changed"
