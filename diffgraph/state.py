@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from diffgraph.options import Options
 from diffgraph.prompts import PromptBuckets
 from diffgraph.reasons import Reason
 from diffgraph.refusals import refusal
+from diffgraph.tensors import weights_device
 
 #: After so many changes of state without a replay between them, the runner looks again only after so many calls.
 MAX_CHANGES = 8
@@ -29,8 +29,7 @@ class Conditions(NamedTuple):
 
     @classmethod
     def of(cls, module: torch.nn.Module, options: Options, positional: tuple[str, ...]) -> Conditions:
-        tensor = next(chain(module.parameters(), module.buffers()), None)
-        device = torch.device("cpu") if tensor is None else tensor.device
+        device = weights_device(module)
         unsupported = None if device.type in SUPPORTED else Reason.UNSUPPORTED_INPUT
         return cls(refusal(module) or unsupported, PromptBuckets.of(module, options, positional), device)
 
