@@ -11,8 +11,8 @@ import torch
 import pipelines
 from diffgraph import CaptureShape
 from diffgraph.compare import same_bits
-from diffgraph.components import DENOISERS
-from diffgraph.tree import flatten, unflatten
+from diffgraph.components import denoisers
+from diffgraph.tensors import map_tensors, tensors_in
 
 
 @dataclass
@@ -31,12 +31,12 @@ class DenoiserCall:
     @classmethod
     def of(cls, pipe: Any, family: str, shape: str, **options: Any) -> DenoiserCall:
         """The first call that `pipe` makes at `shape` (`512x512`, `480x832x17`); options as `pipelines.inputs` takes them."""
-        module = next(m for m in (getattr(pipe, name, None) for name in DENOISERS) if m is not None)
+        module = next(iter(denoisers(pipe).values()))
         seen: list[tuple[Any, Any]] = []
 
         def note(_module: Any, args: Any, kwargs: Any) -> None:
             if not seen:
-                seen.append(_map_tensors(torch.clone, (args, kwargs)))  # pipelines reuse what they pass
+                seen.append(map_tensors(torch.clone, (args, kwargs)))  # pipelines reuse what they pass
 
         hook = module.register_forward_pre_hook(note, with_kwargs=True)
         try:
@@ -55,7 +55,7 @@ class DenoiserCall:
             noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
             return tensor.clone().mul_((1 + 0.25 * noise).to(tensor.dtype))
 
-        args, kwargs = _map_tensors(renew, (self.args, self.kwargs))
+        args, kwargs = map_tensors(renew, (self.args, self.kwargs))
         return DenoiserCall(self.module, args, kwargs)
 
 
@@ -78,11 +78,4 @@ def is_finite(output: Any) -> bool:
 
 
 def _floats(obj: Any) -> list[torch.Tensor]:
-    return [leaf.double() for leaf in flatten(obj)[0] if isinstance(leaf, torch.Tensor)]
-
-
-def _map_tensors(fn: Any, obj: Any) -> Any:
-    """`obj` with `fn` applied to its tensors; one that stands there twice stays one tensor."""
-    leaves, spec = flatten(obj)
-    made: dict[int, Any] = {id(leaf): fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves}
-    return unflatten(spec, [made[id(leaf)] for leaf in leaves])
+    return list(map(torch.Tensor.double, tensors_in(obj)))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import pipelines
-from benchmarks._weights import QUANTIZED, add_lora, denoisers, quantize
+from benchmarks._weights import QUANTIZED, add_lora, quantize
+from diffgraph.components import denoisers
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -46,7 +47,7 @@ def build(family: str, options: argparse.Namespace) -> Any:
     else:
         pipe = pipelines.build(family).to(options.device, **given)
     pipe.set_progress_bar_config(disable=True)
-    for module in denoisers(pipe):
+    for module in denoisers(pipe).values():
         if options.quantize:
             quantize(module, options.quantize)
         for i in range(options.loras):

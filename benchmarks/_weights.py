@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from diffgraph.components import DENOISERS
-
 #: The names are ours, the configurations torchao's.
 QUANTIZED = {"fp8": "Float8DynamicActivationFloat8WeightConfig", "int8": "Int8WeightOnlyConfig"}
-
-
-def denoisers(pipe: Any) -> Iterator[torch.nn.Module]:
-    for name in DENOISERS:
-        module = getattr(pipe, name, None)
-        if module is not None:
-            yield module
 
 
 def block_linears(module: torch.nn.Module) -> list[str]:

@@ -43,6 +43,12 @@ def chosen(pipe: Any, components: Any) -> Modules:
     return found
 
 
+def denoisers(pipe: Any) -> Modules:
+    """Those that the pipeline has, by their names."""
+    known = _known(pipe)
+    return {name: known[name] for name in DENOISERS if name in known}
+
+
 def candidates(pipe: Any) -> Modules:
     """All modules that may have been accelerated, by their names."""
     if isinstance(pipe, torch.nn.Module):

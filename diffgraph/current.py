@@ -1,4 +1,4 @@
-"""Which capture is open where: ours in this thread, or somebody else's on the current stream."""
+"""What is under way around a call: a capture, ours in this thread or somebody else's on the current stream; a mode."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._device import DeviceContext
 
 if TYPE_CHECKING:
     from diffgraph.recorder import Recorder
@@ -25,3 +26,11 @@ def open_recorder() -> Recorder | None:
 def foreign_capture() -> bool:
     """Whether the current stream is being captured (by us, or with `torch.cuda.graph`)."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def intercepted() -> bool:
+    """Whether somebody sees, and may change, what torch is asked to do: a replay would pass them by."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() > 0 else []
+    return any(type(mode) is not DeviceContext for mode in modes)

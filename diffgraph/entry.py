@@ -53,6 +53,10 @@ class Entry:
         self.trusted = self.doubted = False
         self.lost = None
 
+    def refusal(self, change: Reason | None = None) -> Reason | None:
+        """Why it is not to be recorded. A `change` of state makes all that was refused worth another try but what was wrong."""
+        return self.refused if change is None or self.refused is Reason.VERIFY_FAILED else None
+
     @property
     def wait(self) -> int:
         """Eager calls to see before capturing: more where recordings do not last, or they would cost more than they save."""

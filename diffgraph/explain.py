@@ -12,17 +12,15 @@ import torch
 
 from diffgraph.capture import Recording
 from diffgraph.components import DENOISERS
-from diffgraph.current import foreign_capture, open_recorder
 from diffgraph.differences import Difference, nearest
 from diffgraph.errors import OptionError, OptionTypeError
 from diffgraph.pipeline import accelerated
-from diffgraph.prompts import PromptBuckets
 from diffgraph.reasons import Reason
-from diffgraph.refusals import refusal
-from diffgraph.runner import Runner, intercepted
+from diffgraph.routes import Route
+from diffgraph.runner import Runner, unforeseen
 from diffgraph.signature import Call, Refused
 from diffgraph.startup import untouched
-from diffgraph.table import MAX_NUMBER_VARIANTS
+from diffgraph.state import Conditions
 from diffgraph.tree import flatten
 
 _CALLBACKS = ("callback_on_step_end", "callback")
@@ -146,60 +144,41 @@ def _foreseen(
     """What `Runner` would do with this call, changing nothing; the recording that it would replay, and the call as recorded."""
     call: Call | None = None
     try:
-        change = _check_state(runner, module)
-        device = next((t.device for t in module.parameters()), torch.device("cpu"))
-        prompts = PromptBuckets.of(module, runner.options, runner.positional)
-        padded = None if prompts is None else prompts.padded(args, kwargs)
-        call = Call.of(args, kwargs, device) if padded is None else Call.of(padded.args, padded.kwargs, device, padded.prompt)
-        too_long = prompts is not None and prompts.too_long(args, kwargs)
-        return _route(runner, call, change, too_long)
+        runner.check_surroundings()
+        change, found = runner.pending_change(), Conditions.of(module, runner.options, runner.positional)
+        if found.refusal is not None:
+            raise Refused(found.refusal)
+        call = Call.padded(args, kwargs, found.device, found.prompts)
+        if call.signature not in runner.table.entries:
+            return _first_of_its_kind(runner, call, unforeseen(found.prompts, args, kwargs)), None, call
+        return *_route(runner, call, change), call
     except Refused as refused:
         label = runner.name if call is None else runner.table.label(call.signature)
         text = f"{label} ({refused.detail})" if refused.detail else label
         return _near(runner, call, CallExplanation(text, "eager", str(refused.reason))), None, call
 
 
-def _check_state(runner: Runner, module: torch.nn.Module) -> Reason | None:
-    """What has changed since the recordings were made; raises `Refused` for what cannot be recorded at all."""
-    if runner.is_paused:
-        raise Refused(Reason.PAUSED)
-    if torch.is_grad_enabled():
-        raise Refused(Reason.GRAD_ENABLED)
-    if open_recorder() is not None or foreign_capture() or intercepted():
-        raise Refused(Reason.NESTED_CAPTURE)
-    change = runner.pending_change()
-    refused = refusal(module)
-    if refused is not None:
-        raise Refused(refused)
-    return change
+def _first_of_its_kind(runner: Runner, call: Call, unforeseen: Reason) -> CallExplanation:
+    if not runner.may_capture():
+        raise Refused(unforeseen)
+    runner.table.check_room(call.signature)
+    then = "its next call is recorded, and those after that replay"
+    return _near(runner, call, CallExplanation(runner.table.label(call.signature), "eager", str(Reason.UNSEEN_SIGNATURE), then))
 
 
-def _route(
-    runner: Runner, call: Call, change: Reason | None, too_long: bool
-) -> tuple[CallExplanation, Recording | None, Call | None]:
-    label, entry = runner.table.label(call.signature), runner.table.entries.get(call.signature)
-    on_demand = runner.options.capture == "on_demand"
-    if entry is None:
-        if not on_demand:
-            raise Refused(Reason.PROMPT_TOO_LONG if too_long else Reason.UNSEEN_SIGNATURE)
-        if runner.table.variants(call.signature) >= MAX_NUMBER_VARIANTS:
-            raise Refused(Reason.HOST_VALUE_CHANGED, "a number among the arguments is another one at each call")
-        then = "its next call is recorded, and those after that replay"
-        return _near(runner, call, CallExplanation(label, "eager", str(Reason.UNSEEN_SIGNATURE), then)), None, call
-    known = [] if change is not None else entry.values.recorded()
-    if known and not entry.values.is_resting:
-        then = None if known[0].trusted or not runner.options.verify else "it is the first, so it is compared with eager"
-        return CallExplanation(label, "replay", then=then), known[0].recording, call
-    if known:
+def _route(runner: Runner, call: Call, change: Reason | None) -> tuple[CallExplanation, Recording | None]:
+    """Of a call of a known signature. `change`: what has changed since its recordings were made."""
+    label, entry = runner.table.label(call.signature), runner.table.entries[call.signature]
+    if entry.values.is_resting:
         raise Refused(Reason.HOST_VALUE_CHANGED)
-    if entry.refused is not None and (change is None or entry.refused is Reason.VERIFY_FAILED):
-        raise Refused(entry.refused)
+    known = [] if change is not None else entry.values.recorded()
+    if known:
+        then = None if known[0].trusted or not runner.options.verify else "it is the first, so it is compared with eager"
+        return CallExplanation(label, "replay", then=then), known[0].recording
+    if runner.route(entry, change) is Route.CAPTURE:
+        return CallExplanation(label, "capture", then="the calls after it replay"), None
     lost = change or entry.lost or Reason.UNSEEN_SIGNATURE
-    if not on_demand:
-        raise Refused(lost)
-    if change is None and entry.seen >= runner.wait(entry):
-        return CallExplanation(label, "capture", then="the calls after it replay"), None, call
-    return CallExplanation(label, "eager", str(lost), "a later call is recorded"), None, call
+    return CallExplanation(label, "eager", str(lost), "a later call is recorded"), None
 
 
 def _near(runner: Runner, call: Call | None, explained: CallExplanation) -> CallExplanation:

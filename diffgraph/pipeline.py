@@ -51,7 +51,8 @@ def accelerate_pipeline(
 ) -> P:
     """Record the denoiser's forward of a diffusers pipeline and replay it over the steps. In place; returns `pipe`.
 
-    The pictures stay the same to the bit. What has not been seen, or can no longer be trusted, runs eager; `report` says why.
+    The pictures stay the same to the bit; where `prompt_buckets` pads a prompt, but for rounding. What has not been seen, or can
+    no longer be trusted, runs eager; `report` says why.
 
     Args:
         pipe: any diffusers pipeline with a `transformer`, `transformer_2` or `unet`.

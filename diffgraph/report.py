@@ -51,8 +51,8 @@ class Report:
 
     @classmethod
     def of(cls, runners: Sequence[Runner], bypassed: Sequence[str] = ()) -> Report:
-        routes: Counter[str] = sum((r.routes for r in runners), Counter())
-        reasons: Counter[str] = sum((r.reasons for r in runners), Counter())
+        routes: Counter[str] = sum((r.routes.taken for r in runners), Counter())
+        reasons: Counter[str] = sum((r.routes.reasons for r in runners), Counter())
         entries = [entry for r in runners for entry in r.table.all_entries()]
         rows = [_signature(entry) for entry in entries if entry.recording is not None or entry is entry.values.first]
         memory = sum(m.bytes() for m in {id(r.memory): r.memory for r in runners}.values())

@@ -8,53 +8,42 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._device import DeviceContext
 
-from diffgraph.capture import Recording, capture, padded_forward
-from diffgraph.compare import close, same_bits
-from diffgraph.containers import can_follow, same_containers
-from diffgraph.current import foreign_capture, open_recorder
+from diffgraph.capture import Recording, capture
+from diffgraph.compare import close
+from diffgraph.current import foreign_capture, intercepted, open_recorder
 from diffgraph.devices import Pool
 from diffgraph.entry import PAYS_AFTER, Entry
 from diffgraph.errors import HostValueChanged, OpNotRecordable
+from diffgraph.insistence import Insistence
 from diffgraph.memory import Memory
 from diffgraph.options import Options
 from diffgraph.prompts import PromptBuckets
 from diffgraph.ranges import named
 from diffgraph.reasons import Reason
-from diffgraph.route_log import RouteLog
+from diffgraph.routes import Route, Routes
 from diffgraph.shapes import CaptureShape
+from diffgraph.side_effects import Before
 from diffgraph.signature import Call, Refused
 from diffgraph.state import State
 from diffgraph.table import Table
-from diffgraph.tensors import tensors_in
 from diffgraph.traffic import asked_shape
-from diffgraph.tree import containers, flatten, unflatten
+from diffgraph.verification import is_same, is_slower
 
 logger = logging.getLogger("diffgraph")
 
 #: So many recordings may not pay before new signatures are made to wait.
 FREE_CAPTURES = 16
-#: A replay may take this much of eager's time before the signature is demoted; less is noise.
-MAX_SLOWER = 1.03
 
 
 class CaptureWarning(UserWarning):
     """A forward could not be recorded and runs eager."""
-
-
-class Route(str, Enum):
-    REPLAY = "replay"
-    CAPTURE = "capture"
-    EAGER = "eager"
 
 
 class Visit(NamedTuple):
@@ -75,9 +64,8 @@ class Runner:
         self.name = name
         self.options = options
         self.memory = memory
-        self.routes: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self._log = RouteLog(name)
+        self.routes = Routes(name)
+        self.insistence = Insistence()
         # What the recordings hold would otherwise keep the weights until the garbage collector finds the cycle.
         self._module = weakref.ref(module, partial(_release, weakref.ref(self)))
         self.wrapped = module.__dict__.get("_compiled_call_impl")  # the user's own `module.compile()`
@@ -88,11 +76,10 @@ class Runner:
         self._paused = 0
         self._paid = 0  # recordings that have
         self._thread = threading.local()
-        self._insistence = 0  # how often `diffgraph.capture` was called
         self.has_buckets = False  # prompts of many lengths share recordings, as far as the calls made to record have shown
         self.shapes: list[CaptureShape] = []  # recorded through a pipeline so far
         self._state_lock = threading.RLock()
-        self._count_lock = threading.Lock()
+        self._pause_lock = threading.Lock()
 
     # -- the door
 
@@ -105,11 +92,11 @@ class Runner:
         if probe is not None:
             return probe(self, module, args, kwargs)
         try:
-            if self._insisting and self._thread.every_bucket:
+            if self.insistence.wants_every_bucket:
                 self._record_every_bucket(module, args, kwargs)
             return self._recorded(module, args, kwargs)
         except Refused as refused:
-            self._count(Route.EAGER, refused.reason, refused.detail)
+            self.routes.note(Route.EAGER, refused.reason, refused.detail)
         return self._eager(module, args, kwargs)
 
     def _eager(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,30 +120,23 @@ class Runner:
         return self._forward(module)(*args, **kwargs)
 
     def _recorded(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._paused:
-            raise Refused(Reason.PAUSED)
-        if torch.is_grad_enabled():
-            raise Refused(Reason.GRAD_ENABLED)
-        # First of all: inside an open capture nothing may be dropped either.
-        if open_recorder() is not None or foreign_capture() or intercepted():
-            raise Refused(Reason.NESTED_CAPTURE)
+        self.check_surroundings()  # first of all: inside an open capture nothing may be dropped either
         with self._state_lock:
             device, prompts = self._check_state(module)
-        padded = None if prompts is None else prompts.padded(args, kwargs)
-        call = Call.of(args, kwargs, device) if padded is None else Call.of(padded.args, padded.kwargs, device, padded.prompt)
+        call = Call.padded(args, kwargs, device, prompts)
         pool = self.memory.pool(device)
         with pool.lock:
             if pool.in_turn:  # a break of another recording of this pool called us
                 raise Refused(Reason.NESTED_CAPTURE)
             entry = self._entry(call, prompts, args, kwargs)
-            self._log.at(entry.label)
-            if not entry.is_met and not self._insisting:
+            self.routes.log.at(entry.label)
+            if not entry.is_met and not self.insistence.is_on:
                 entry.is_met, entry.shape = True, asked_shape(call.prompt)
-            if self._insisting:
+            if self.insistence.is_on:
                 self.memory.asked_for += entry.met == 0
-                entry.met = self._insistence
+                entry.met = self.insistence.number
                 for known in entry.values.recorded():
-                    if known.insistence != self._insistence:
+                    if known.insistence != self.insistence.number:
                         self._drop(known)
             if entry.values.resting():
                 raise Refused(Reason.HOST_VALUE_CHANGED)
@@ -169,7 +149,7 @@ class Runner:
                     changed = error.with_traceback(None)  # whose frames would keep the inputs alive
             if changed is not None:
                 visit = visit._replace(entry=self._entry_for_other_values(module, entry, changed))
-            if changed is not None or self._route(entry) is Route.CAPTURE:
+            if changed is not None or self.route(entry) is Route.CAPTURE:
                 return self._capture(visit)
         return self._warm_up(visit)
 
@@ -180,18 +160,26 @@ class Runner:
         padded = None if prompts is None else prompts.padded(args, kwargs)
         if prompts is None or padded is None:
             return
-        signature = Call.of(padded.args, padded.kwargs, device).signature
-        self._thread.resized[signature] += 1
-        step = self._thread.resized[signature]  # of the pipeline's: the first records, the second, of other values, verifies
+        step = self.insistence.step(Call.of(padded.args, padded.kwargs, device).signature)
         for resized in prompts.every(args, kwargs) if step <= 2 else ():
             self.has_buckets = True
             entry = self.table.entries.get(Call.of(resized.args, resized.kwargs, device).signature)
-            missing = entry is None or entry.met != self._insistence
+            missing = entry is None or entry.met != self.insistence.number
+            # The pipeline's second step, of other values, verifies what the first has recorded.
             if missing or (step == 2 and entry is not None and entry.recording is not None and not entry.trusted):
                 with suppress(Refused):
                     self._recorded(module, resized.args, resized.kwargs)
 
     # -- deciding
+
+    def check_surroundings(self) -> None:
+        """Raises `Refused` where no call of this thread may be recorded or replayed, whatever it is given."""
+        if self._paused:
+            raise Refused(Reason.PAUSED)
+        if torch.is_grad_enabled():
+            raise Refused(Reason.GRAD_ENABLED)
+        if open_recorder() is not None or foreign_capture() or intercepted():
+            raise Refused(Reason.NESTED_CAPTURE)
 
     def _check_state(self, module: torch.nn.Module) -> tuple[torch.device, PromptBuckets | None]:
         """The device of the weights, and how prompts are padded. Drops every recording when what it relies on has changed; raises
@@ -205,43 +193,45 @@ class Runner:
         if change is not None:
             self._drop_all(state.last_change)
             logger.info("%s: recordings dropped: %s", self.name, change)
-        if state.refusal is not None:
-            raise Refused(state.refusal)
-        return state.device, state.prompts
+        found = state.conditions
+        if found.refusal is not None:
+            raise Refused(found.refusal)
+        return found.device, found.prompts
 
     def _drop_all(self, reason: Reason) -> None:
         for entry in self.table.all_entries():
             self._drop(entry, lost=reason if entry.recording is not None else entry.lost or entry.refused)
             entry.seen = 0
-            if entry.refused is not Reason.VERIFY_FAILED:  # that one is for good
-                entry.refused = None
+            entry.refused = entry.refusal(reason)
 
     def _entry(self, call: Call, prompts: PromptBuckets | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """What is known of this call's signature; raises `Refused` when it is new and not to be recorded."""
         entry = self.table.entries.get(call.signature)
         if entry is not None:
             return entry
-        if not self._may_capture():
-            self._log.at(self.table.note_unseen(call))
-            too_long = prompts is not None and prompts.too_long(args, kwargs)
-            raise Refused(Reason.PROMPT_TOO_LONG if too_long else Reason.UNSEEN_SIGNATURE)
+        if not self.may_capture():
+            self.routes.log.at(self.table.note_unseen(call))
+            raise Refused(unforeseen(prompts, args, kwargs))
         return self.table.add(call)
 
-    def _may_capture(self) -> bool:
-        return self.options.capture == "on_demand" or self._insisting
+    def may_capture(self) -> bool:
+        return self.options.capture == "on_demand" or self.insistence.is_on
 
-    def _route(self, entry: Entry) -> Route:
-        if entry.refused is not None:
-            raise Refused(entry.refused)
-        if not self._may_capture():
-            raise Refused(entry.lost or Reason.UNSEEN_SIGNATURE)
-        return Route.CAPTURE if entry.seen >= self.wait(entry) else Route.EAGER
+    def route(self, entry: Entry, change: Reason | None = None) -> Route:
+        """Whether a call that nothing recorded fits is recorded, or runs eagerly to be recorded later; raises `Refused` where it
+        never will be. `change`: of state, which is seen and not yet acted upon."""
+        refused = entry.refusal(change)
+        if refused is not None:
+            raise Refused(refused)
+        if not self.may_capture():
+            raise Refused(change or entry.lost or Reason.UNSEEN_SIGNATURE)
+        return Route.CAPTURE if change is None and entry.seen >= self._wait(entry) else Route.EAGER
 
     def _entry_for_other_values(self, module: torch.nn.Module, entry: Entry, changed: HostValueChanged) -> Entry:
         """Where to record a call whose host values no recording of its signature fits; raises `Refused` when it is not to be."""
         values, known = entry.values, entry.values.recorded()
         worth = values.missed()
-        if not self._may_capture():
+        if not self.may_capture():
             raise Refused(Reason.HOST_VALUE_CHANGED, str(changed))
         readers = [reader for e in known if e.recording for reader in e.recording.readers()]
         if not worth and values.widen(_like(changed.reader, readers, module)):
@@ -258,31 +248,30 @@ class Runner:
         self._drop(room)
         return room
 
-    def wait(self, entry: Entry) -> int:
+    def _wait(self, entry: Entry) -> int:
         """Eager calls of its signature before the one that is recorded."""
-        return 1 if self._insisting else max(entry.wait, self._patience())
+        return 1 if self.insistence.is_on else max(entry.wait, self._patience())
 
     def _patience(self) -> int:
         """Eager calls that a new signature is to wait: more where most do not come again (a prompt length each time)."""
-        unpaid = self.routes[Route.CAPTURE.value] - 2 * self._paid - FREE_CAPTURES
+        unpaid = self.routes.taken[Route.CAPTURE.value] - 2 * self._paid - FREE_CAPTURES
         return 1 if unpaid <= 0 else 2 ** min(unpaid // 4 + 1, 10)
 
     # -- the three routes
 
     def _warm_up(self, visit: Visit) -> Any:
         """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
-        module, args, kwargs, _, entry, pool = visit
+        module, args, kwargs, call, entry, pool = visit
         versions = self._state.versions()
-        before = flatten((args, kwargs), objects=True)
         try:
-            given, held = _contents(before[0]), containers((args, kwargs))
+            before = Before(args, kwargs)
         except torch.OutOfMemoryError:  # eager alone may fit
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
-        self._count(Route.EAGER, Reason.WARM_UP if self._insisting else entry.lost or Reason.UNSEEN_SIGNATURE)
+        self.routes.note(Route.EAGER, Reason.WARM_UP if self.insistence.is_on else entry.lost or Reason.UNSEEN_SIGNATURE)
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
-        forbidden = self._wrote_arguments(visit, before, given, held)
+        forbidden = before.forbids(args, kwargs, is_padded=call.prompt is not None and call.prompt.is_padded)
         with pool.lock:
             if forbidden is not None or not pool.replayable_rng(rng):
                 self._drop(entry, refused=forbidden or Reason.SIDE_EFFECTS)
@@ -292,24 +281,9 @@ class Runner:
                 self._note_escape(entry)  # others read the tensor afresh
             else:
                 entry.seen += 1
-        if self._insisting and entry.recording is None and entry.refused is None:
-            leaves, spec = before
-            return self._recorded(module, *unflatten(spec, leaves))  # as they were
+        if self.insistence.is_on and entry.recording is None and entry.refused is None:
+            return self._recorded(module, *before.arguments())
         return output
-
-    def _wrote_arguments(self, visit: Visit, before: tuple[list[Any], Any], given: list[Any], held: Any) -> Reason | None:
-        """Why the call's arguments are not as they were before the forward, or cannot be shown to be, nor changed in a way that a
-        replay can repeat."""
-        arguments = visit.args, visit.kwargs
-        leaves, spec = flatten(arguments, objects=True)
-        changed = spec != before[1] or any(a is not b for a, b in zip(leaves, before[0], strict=True))
-        followed = can_follow(before[1], spec) and same_containers(held, containers(arguments))
-        if visit.call.prompt is not None and visit.call.prompt.is_padded and changed:
-            followed = False  # they would be given what belongs to the padded prompt
-        try:
-            return None if followed and same_bits(given, _contents(before[0])) else Reason.SIDE_EFFECTS
-        except torch.OutOfMemoryError:
-            return Reason.OUT_OF_MEMORY
 
     def _changed_state(self, module: torch.nn.Module, entry: Entry) -> bool:
         """Whether the forward itself, while it ran eagerly, changed what recordings rely on: a cache that fills, which is over by
@@ -365,7 +339,7 @@ class Runner:
                 recording.release()
                 self._drop(entry, refused=wrong)
                 raise Refused(wrong)
-        self._count(Route.CAPTURE)
+        self.routes.note(Route.CAPTURE)
         recording.follow(visit.args, visit.kwargs)
         if recording.unused_breaks:
             names = ", ".join(map(repr, recording.unused_breaks))
@@ -382,7 +356,7 @@ class Runner:
             recording.release()
             self._note_escape(entry)
         else:
-            entry.recording, entry.lost, entry.insistence = recording, None, self._insistence
+            entry.recording, entry.lost, entry.insistence = recording, None, self.insistence.number
             entry.memory_bytes = pool.bytes() - before
             if not self.memory.admit(entry, pool):
                 entry.refused = Reason.OUT_OF_MEMORY
@@ -440,7 +414,7 @@ class Runner:
             pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
         try:
-            same = self._is_same(visit, replayed, output) and recording.did(args, kwargs)
+            same = is_same(replayed, output, module, self._run_forward, call) and recording.did(args, kwargs)
             reason = self._distrust(visit, recording, same, replay_ms, eager_ms)
         except torch.OutOfMemoryError:  # of the comparison, which needs memory of its own
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
@@ -451,17 +425,8 @@ class Runner:
             entry.trusted, entry.doubted = True, False
             self._note_replay(entry, recording)
         else:
-            self._count(Route.EAGER, reason)
+            self.routes.note(Route.EAGER, reason)
         return output
-
-    def _is_same(self, visit: Visit, replayed: Any, output: Any) -> bool:
-        """Equal to eager's to the bit. Where a prompt is padded, a matrix product of another shape may take another kernel: then
-        close to it, and equal to the bit to what the padded forward gives unrecorded."""
-        if same_bits(replayed, output):
-            return True
-        if visit.call.prompt is None or not visit.call.prompt.is_padded or not close(replayed, output):
-            return False
-        return same_bits(replayed, padded_forward(visit.module, self._run_forward, visit.call))
 
     def _distrust(
         self, visit: Visit, recording: Recording, same: bool, replay_ms: float | None, eager_ms: float | None
@@ -480,23 +445,12 @@ class Runner:
             text = f"diffgraph: {entry.label} runs eager: its replay differed from eager"
             warnings.warn(text, CaptureWarning, stacklevel=6)
             return Reason.VERIFY_FAILED
-        if self._is_slower(visit, recording, replay_ms, eager_ms):
+        is_for_speed = self.options.backend != "eager"  # which is for debugging
+        if is_for_speed and is_slower(recording, lambda: self._run(entry, recording, visit.call), replay_ms, eager_ms):
             self._drop(entry, refused=Reason.NOT_FASTER)
             logger.info("%s runs eager: a replay takes %s ms, eager %s ms", entry.label, replay_ms, eager_ms)
             return Reason.NOT_FASTER
         return None
-
-    def _is_slower(self, visit: Visit, recording: Recording, replay_ms: float | None, eager_ms: float | None) -> bool:
-        """Whether the fastest of three replays is slower than eager: the first launch of a graph is, often."""
-        if self.options.backend == "eager":  # for debugging, not for speed
-            return False
-        for _ in range(2):
-            if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms or recording.draws:
-                return False
-            _, again = recording.pool.timed(lambda: self._run(visit.entry, recording, visit.call))
-            recording.left = None
-            replay_ms = replay_ms if again is None else min(replay_ms, again)
-        return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms
 
     def _note_replay(self, entry: Entry, recording: Recording) -> None:
         self._state.lasts()
@@ -505,7 +459,7 @@ class Runner:
         entry.replays += 1
         entry.recent_replays += 1
         self._paid += entry.recent_replays == PAYS_AFTER
-        self._count(Route.REPLAY)
+        self.routes.note(Route.REPLAY)
 
     def _drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
         """Give up an entry's recording, if it has one, and say why (`lost`), or that it is not to be tried again (`refused`)."""
@@ -539,12 +493,12 @@ class Runner:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        with self._count_lock:
+        with self._pause_lock:
             self._paused += 1
         try:
             yield
         finally:
-            with self._count_lock:
+            with self._pause_lock:
                 self._paused -= 1
 
     def plainly(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -565,44 +519,25 @@ class Runner:
         finally:
             self._thread.probe = None
 
-    def missing(self) -> list[Entry]:
-        """What the latest `diffgraph.capture` has met and not recorded."""
-        return [e for e in self.table.entries.values() if e.met == self._insistence and not e.values.recorded()]
-
     @property
     def is_paused(self) -> bool:
         return self._paused > 0
 
-    @contextmanager
-    def insisting(self) -> Iterator[None]:
-        self._thread.insisting, self._thread.every_bucket, self._thread.resized = True, False, Counter()
-        self._insistence += 1
-        try:
-            yield
-        finally:
-            self._thread.insisting = False
-
-    def insist_on_every_bucket(self, every: bool) -> None:
-        """Whether calls of this thread inside `insisting` record all prompt buckets, or their own prompt's alone."""
-        self._thread.every_bucket = every
-
-    @property
-    def _insisting(self) -> bool:
-        """Whether this thread is inside `diffgraph.capture`: record at first sight, and anew."""
-        return getattr(self._thread, "insisting", False)
-
-    def _count(self, route: Route, reason: Reason | None = None, detail: str = "") -> None:
-        with self._count_lock:
-            self.routes[route.value] += 1
-            if reason is not None:
-                self.reasons[reason.value] += 1
-        self._log.note(route.value, None if reason is None else reason.value, detail)
+    def missing(self) -> list[Entry]:
+        """What the latest `diffgraph.capture` has met and not recorded."""
+        return [e for e in self.table.entries.values() if e.met == self.insistence.number and not e.values.recorded()]
 
 
 def _release(runner: weakref.ref[Runner], _: Any) -> None:
     found = runner()
     if found is not None and not sys.is_finalizing():
         found.release()
+
+
+def unforeseen(prompts: PromptBuckets | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reason:
+    """Why nothing is recorded for a call of a new signature where only start-up records."""
+    too_long = prompts is not None and prompts.too_long(args, kwargs)
+    return Reason.PROMPT_TOO_LONG if too_long else Reason.UNSEEN_SIGNATURE
 
 
 @contextmanager
@@ -621,16 +556,3 @@ def _like(reader: torch.nn.Module | None, readers: list[torch.nn.Module], module
         return []
     wanted = {id(found) for found in (reader, *readers) if type(found) is type(reader)}
     return [name for name, submodule in module.named_modules() if name and id(submodule) in wanted]
-
-
-def _contents(leaves: list[Any]) -> list[Any]:
-    """What shows whether tensors are written: their version, or what they hold where they have none."""
-    return [t.clone() if t.is_inference() else t._version for t in tensors_in(leaves)]
-
-
-def intercepted() -> bool:
-    """Whether somebody sees, and may change, what torch is asked to do: a replay would pass them by."""
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() > 0 else []
-    return any(type(mode) is not DeviceContext for mode in modes)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diffgraph.ambient import attention_kernels
-from diffgraph.prompts import Prompt
+from diffgraph.prompts import Prompt, PromptBuckets
 from diffgraph.reasons import Reason
 from diffgraph.tree import LEAF, Spec, TooManyLeaves, flatten
 
@@ -79,6 +79,14 @@ class Call(NamedTuple):
         first: dict[int, int] = {}
         described = tuple([_describe_leaf(i, leaf, device, first) for i, leaf in enumerate(leaves)])
         return cls(leaves, spec, Signature(spec, described, _mode(device)), prompt)
+
+    @classmethod
+    def padded(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, prompts: PromptBuckets | None
+    ) -> Call:
+        """The call as it is recorded: its prompts padded, where they share recordings. Raises as `of` does."""
+        padded = None if prompts is None else prompts.padded(args, kwargs)
+        return cls.of(args, kwargs, device) if padded is None else cls.of(padded.args, padded.kwargs, device, padded.prompt)
 
 
 def _describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int]) -> tuple[Any, ...]:

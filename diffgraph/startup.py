@@ -33,13 +33,13 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
     """
     with ExitStack() as stack:
         for runner in runners:
-            stack.enter_context(runner.insisting())
+            stack.enter_context(runner.insistence.begun())
         stack.enter_context(untouched(pipe))
         bar = stack.enter_context(tqdm(sorted(shapes, key=lambda s: s.size, reverse=True), desc="diffgraph capture"))
         for shape in bar:
             bar.set_postfix_str(f"{shape}, {free_memory(_device(pipe)) / _MIB:.0f} MiB free")
             for runner in runners:
-                runner.insist_on_every_bucket(shape.prompt_length is None and not _PROMPTS & set(shape.inputs))
+                runner.insistence.ask_for_every_bucket(shape.prompt_length is None and not _PROMPTS & set(shape.inputs))
             _run(pipe, shape, decode=any(runner.name.endswith(".decoder") for runner in runners))
             if all(runner.options.capture == "startup" and not runner.has_buckets for runner in runners):
                 _warn_of_one_length(pipe, shape)

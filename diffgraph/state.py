@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -12,18 +12,32 @@ from diffgraph.options import Options
 from diffgraph.prompts import PromptBuckets
 from diffgraph.reasons import Reason
 from diffgraph.refusals import refusal
+from diffgraph.tensors import weights_device
 
 #: After so many changes of state without a replay between them, the runner looks again only after so many calls.
 MAX_CHANGES = 8
 MAX_REST = 16
 
 
+class Conditions(NamedTuple):
+    """What a module's present state means for recording it: why nothing can be (`refusal`), how prompts are padded, and where its
+    weights lie."""
+
+    refusal: Reason | None
+    prompts: PromptBuckets | None
+    device: torch.device
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, options: Options, positional: tuple[str, ...]) -> Conditions:
+        device = weights_device(module)
+        unsupported = None if device.type in SUPPORTED else Reason.UNSUPPORTED_INPUT
+        return cls(refusal(module) or unsupported, PromptBuckets.of(module, options, positional), device)
+
+
 class State:
     def __init__(self, options: Options, positional: tuple[str, ...]) -> None:
         self.fingerprint: Fingerprint | None = None  # `None`: not looked at yet
-        self.refusal: Reason | None = None  # why nothing can be recorded in it
-        self.prompts: PromptBuckets | None = None
-        self.device = torch.device("cpu")  # of the weights
+        self.conditions = Conditions(None, None, torch.device("cpu"))
         self.last_change = Reason.ATTRIBUTES_CHANGED
         self._options, self._positional = options, positional
         self._changes = 0  # seen without a replay between them
@@ -50,19 +64,15 @@ class State:
         if self.fingerprint is None or change is not None:
             self.take(module)
         if change is not None:
-            self.last_change = self.refusal or change
+            self.last_change = self.conditions.refusal or change
             self._changes += 1
             self._rest = MAX_REST if self._changes > MAX_CHANGES else 0
         return change
 
     def take(self, module: torch.nn.Module) -> None:
-        self.fingerprint = Fingerprint(module)
-        self.refusal = refusal(module)
-        self.prompts = PromptBuckets.of(module, self._options, self._positional)
-        tensor = next(chain(module.parameters(), module.buffers()), None)
-        self.device = torch.device("cpu") if tensor is None else tensor.device
-        if self.device.type not in SUPPORTED:
-            self.refusal = self.refusal or Reason.UNSUPPORTED_INPUT
+        fingerprint = Fingerprint(module)
+        self.conditions = Conditions.of(module, self._options, self._positional)
+        self.fingerprint = fingerprint  # last: a thread that finds it finds what belongs to it
 
     def versions(self) -> list[int]:
         """How often its tensors were written."""

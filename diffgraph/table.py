@@ -34,16 +34,23 @@ class Table:
         """A new signature's entry; raises `Refused` for one that is not to be recorded."""
         signature = call.signature
         alike = signature.without_numbers()
-        if self._variants[alike] >= MAX_NUMBER_VARIANTS:
-            for known, other in self.entries.items():  # those too will not come again
-                if other.recording is None and known.without_numbers() == alike:
-                    other.refused = Reason.HOST_VALUE_CHANGED
-            raise Refused(Reason.HOST_VALUE_CHANGED, "a number among the arguments is another one at each call")
-        if len(self.entries) >= MAX_ENTRIES:
-            raise Refused(Reason.UNSEEN_SIGNATURE, f"{MAX_ENTRIES} signatures are known already")
+        try:
+            self.check_room(signature)
+        except Refused as refused:
+            for known, other in self.entries.items() if refused.reason is Reason.HOST_VALUE_CHANGED else ():
+                if other.recording is None and known.without_numbers() == alike:  # those too will not come again
+                    other.refused = refused.reason
+            raise
         self._variants[alike] += 1
         self.entries[signature] = entry = Entry(self.label(signature))
         return entry
+
+    def check_room(self, signature: Signature) -> None:
+        """Raises `Refused` where this new signature is one too many."""
+        if self._variants[signature.without_numbers()] >= MAX_NUMBER_VARIANTS:
+            raise Refused(Reason.HOST_VALUE_CHANGED, "a number among the arguments is another one at each call")
+        if len(self.entries) >= MAX_ENTRIES:
+            raise Refused(Reason.UNSEEN_SIGNATURE, f"{MAX_ENTRIES} signatures are known already")
 
     def note_unseen(self, call: Call) -> str:
         """Of a call whose signature is not to be added; returns its label."""
@@ -53,10 +60,6 @@ class Table:
         if label in self.unseen or len(self.unseen) < MAX_UNSEEN:
             self.unseen[label] += 1
         return label
-
-    def variants(self, signature: Signature) -> int:
-        """How many signatures are known that differ from this one in numbers alone."""
-        return self._variants[signature.without_numbers()]
 
     def all_entries(self) -> list[Entry]:
         """Of every signature, with each of those that differ in host values."""

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-from diffgraph.tree import flatten
+from diffgraph.tree import flatten, unflatten
 
 
 def tensors_in(obj: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(obj)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], obj: Any) -> Any:
+    """`obj` with `fn` applied to its tensors; one that stands there twice stays one tensor."""
+    leaves, spec = flatten(obj)
+    made = {id(leaf): fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves}
+    return unflatten(spec, [made[id(leaf)] for leaf in leaves])
+
+
+def weights_device(module: torch.nn.Module) -> torch.device:
+    """Where the first parameter, or buffer, lies; the CPU where there is none."""
+    tensor = next(chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def tensors_within(obj: Any, depth: int = 6) -> Iterator[torch.Tensor]:

@@ -512,7 +512,7 @@ def test_at_start_up_a_list_that_the_forward_empties_is_recorded_full():
 
     m = accelerated(module_of(forward), capture="startup")
     ((_, runner),) = _runners(m)
-    with runner.insisting(), torch.no_grad():  # as `diffgraph.capture` does with a pipeline
+    with runner.insistence.begun(), torch.no_grad():  # as `diffgraph.capture` does with a pipeline
         m(X, [X + 1, X + 2])
     assert diffgraph.report(m).captures == 1
     for i in range(3):
@@ -771,3 +771,19 @@ def test_copying_an_object_of_the_same_class_elsewhere_is_no_change():
     copy.deepcopy(Own())
     assert Own.__annotations__ == {}
     assert fingerprint.change() is None
+
+
+def test_a_copy_of_what_a_module_owns_is_no_change():
+    """The first copy of an object leaves a note on its class, as a pipeline's scheduler does when `explain` copies it."""
+
+    class Settings:
+        scale = 1.0
+
+    m = Toy()
+    m.settings = Settings()
+    fingerprint = Fingerprint(m)
+    copy.deepcopy(m.settings)
+    assert "__slotnames__" in vars(Settings)
+    assert fingerprint.change() is None
+    Settings.scale = 2.0
+    assert fingerprint.change() == "attributes_changed"

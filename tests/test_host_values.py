@@ -100,7 +100,7 @@ def test_start_up_capture_keeps_its_recordings_whatever_the_host_reads(module):
     diffgraph.restore_pipeline(module)
     accelerated(module, capture="startup")
     ((_, runner),) = _runners(module)
-    with runner.insisting(), torch.no_grad():  # as `diffgraph.capture` does with a pipeline
+    with runner.insistence.begun(), torch.no_grad():  # as `diffgraph.capture` does with a pipeline
         for length in (5, 9):
             module(*inputs(length))
     assert diffgraph.report(module).captures == 2

@@ -31,7 +31,7 @@ def slow_is_fine(monkeypatch):
     if not torch.cuda.is_available():
         pytest.fail("the gpu tests need a CUDA device")
     torch.manual_seed(0)
-    monkeypatch.setattr("diffgraph.runner.MAX_SLOWER", float("inf"))
+    monkeypatch.setattr("diffgraph.verification.MAX_SLOWER", float("inf"))
 
 
 def quantized_pipe(family, quantise):

@@ -18,6 +18,14 @@ def test_its_tables_are_those_of_the_measured_results_and_of_the_reason_codes():
     assert readme.filled(TEXT) == TEXT
 
 
+def test_every_room_of_the_library_is_in_its_plan():
+    plan = TEXT.partition("## How it is built")[2]
+    named = set(re.findall(r"`(\w+)/?`", plan))
+    package = readme.ROOT / "diffgraph"
+    rooms = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert rooms - {"__init__", "__main__"} <= named
+
+
 KEYS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
 # What one denoiser call must gain at the least on one H200, and what breaks may cost over one whole graph, in per cent.
 GAINS = {"qwen_image": 1.8, "pixart": 2.2, "wan": 1.9, "sd3": 1.7, "flux": 1.3, "z_image": 1.2}

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-import diffgraph.runner
+import diffgraph.side_effects
+import diffgraph.verification
 from diffgraph.capture import Recording
 from diffgraph.current import open_recorder
 from diffgraph.devices.base import Pool, Segment
@@ -45,14 +46,15 @@ def places(device: str) -> dict[str, tuple[Any, str, bool]]:
         "a replayed segment": (segment, "replay", True),
         "static inputs": (StaticInputs, "copy_from", True),
         "outputs": (Recording, "outputs", True),
-        "the comparison with eager": (diffgraph.runner, "same_bits", True),
+        "the comparison of arguments": (diffgraph.side_effects, "same_bits", True),
+        "the comparison with eager": (diffgraph.verification, "same_bits", True),
     }
 
 
 def errors(place: str) -> tuple[BaseException, ...]:
     """Of what kinds a fault there may be. Comparing can only run out of memory."""
     memory = torch.OutOfMemoryError("out of memory (injected)")
-    if place == "the comparison with eager":
+    if place.startswith("the comparison"):
         return (memory,)
     return memory, RuntimeError("a fault (injected)"), Interrupted("stop (injected)")
 

@@ -13,9 +13,10 @@ import torch
 
 import diffgraph
 import pipelines
-from benchmarks._calls import DenoiserCall, _map_tensors, inputs
+from benchmarks._calls import DenoiserCall, inputs
 from benchmarks._soak.tally import Outcome, Tally
-from diffgraph.components import DENOISERS
+from diffgraph.components import denoisers
+from diffgraph.tensors import map_tensors
 
 FAMILIES = ("qwen_image", "flux", "sdxl", "pixart", "wan")
 SHAPES = ("32x32", "32x48", "64x32")
@@ -41,7 +42,7 @@ class Subject:
     def begin(self, rng: random.Random) -> None:
         """With a denoiser that nothing was done to."""
         pristine = _pristine(self.family, self.device)
-        self.name = next(name for name in DENOISERS if getattr(pristine, name, None) is not None)
+        self.name = next(iter(denoisers(pristine)))
         parts = {**pristine.components, self.name: copy.deepcopy(getattr(pristine, self.name))}
         self.pipe = type(pristine)(**parts)
         self.pipe.set_progress_bar_config(disable=True)
@@ -94,7 +95,7 @@ class Subject:
 
     def _call(self, variant: DenoiserCall, seed: int, spaced: bool) -> Callable[[], Any]:
         made = variant.with_new_inputs(seed)
-        args, kwargs = _map_tensors(lambda t: self._as_wanted(t, spaced), (made.args, made.kwargs))
+        args, kwargs = map_tensors(lambda t: self._as_wanted(t, spaced), (made.args, made.kwargs))
         return functools.partial(self.module, *args, **kwargs)
 
     def _as_wanted(self, tensor: torch.Tensor, spaced: bool) -> torch.Tensor:

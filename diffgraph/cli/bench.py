@@ -74,6 +74,7 @@ def _timed(call: Any, backend: str, repeats: int) -> tuple[list[float], list[flo
     import torch
 
     import diffgraph
+    from diffgraph.cli.calls import settle
     from diffgraph.cli.clock import call_ms
     from diffgraph.compare import same_bits
 
@@ -84,11 +85,7 @@ def _timed(call: Any, backend: str, repeats: int) -> tuple[list[float], list[flo
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", diffgraph.CaptureWarning)  # told in the row
-            for _ in range(8):  # a model whose caches are still filling takes more than two
-                output = call()
-                if diffgraph.report(call.module).replays:
-                    break
-            before = diffgraph.report(call.module)
+            before = settle(call)
             for _ in range(2):
                 with diffgraph.paused(call.module):
                     eager += call_ms(call, repeats, call.device)[1:]

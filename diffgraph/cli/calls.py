@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from diffgraph.cli.models import Model
-from diffgraph.components import DENOISERS
+from diffgraph.components import DENOISERS, denoisers
 from diffgraph.errors import ShapeError
+from diffgraph.pipeline import report
+from diffgraph.report import Report
 from diffgraph.shapes import CaptureShape
 from diffgraph.signature import Call, Refused
 from diffgraph.startup import STEPS
-from diffgraph.tree import flatten, unflatten
+from diffgraph.tensors import map_tensors, weights_device
 
 
 @dataclass
@@ -31,22 +33,23 @@ class DenoiserCall:
 
     @property
     def device(self) -> torch.device:
-        return next((t.device for t in self.module.parameters()), torch.device("cpu"))
+        return weights_device(self.module)
 
 
 def denoiser_calls(model: Model, shape: CaptureShape, prompt: str | None = None) -> list[DenoiserCall]:
     """What a short call of the pipeline at this shape asks of its denoisers. Raises `ShapeError` in the pipeline's own words."""
     found: dict[Any, DenoiserCall] = {}
-    denoisers = {name: m for name in DENOISERS if isinstance(m := getattr(model.pipe, name, None), torch.nn.Module)}
-    names = {id(m): name for name, m in denoisers.items()}
+    modules = denoisers(model.pipe)
+    names = {id(m): name for name, m in modules.items()}
 
     def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         key = id(module), _kind(module, args, kwargs)
         if key not in found:
-            found[key] = DenoiserCall(names[id(module)], module, *_copied((args, kwargs)))  # pipelines reuse what they pass
+            own = map_tensors(torch.clone, (args, kwargs))  # pipelines reuse what they pass
+            found[key] = DenoiserCall(names[id(module)], module, *own)
         found[key].times += 1 / STEPS
 
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in denoisers.values()]
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules.values()]
     try:
         with torch.no_grad():
             draw(model, shape, prompt, steps=STEPS, output_type="latent")
@@ -68,18 +71,19 @@ def draw(model: Model, shape: CaptureShape, prompt: str | None = None, *, steps:
 
 
 def _kind(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    device = next((t.device for t in module.parameters()), torch.device("cpu"))
     try:
-        return Call.of(args, kwargs, device).signature
+        return Call.of(args, kwargs, weights_device(module)).signature
     except Refused as refused:  # then all such calls are of one kind: that which runs eager
         return str(refused)
 
 
-def _copied(obj: Any) -> Any:
-    """With its tensors cloned; one that stands there twice stays one tensor."""
-    leaves, spec = flatten(obj)
-    made = {id(leaf): leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves}
-    return unflatten(spec, [made[id(leaf)] for leaf in leaves])
+def settle(call: DenoiserCall) -> Report:
+    """Make the call until it replays, or seems not to; a model whose caches are still filling takes more than two."""
+    for _ in range(8):
+        call()
+        if report(call.module).replays:
+            break
+    return report(call.module)
 
 
 class _Reached(BaseException):
@@ -92,8 +96,7 @@ def would_call(model: Model, shape: CaptureShape) -> None:
     def stop(*_: Any) -> None:
         raise _Reached
 
-    denoisers = [m for name in DENOISERS if isinstance(m := getattr(model.pipe, name, None), torch.nn.Module)]
-    hooks = [module.register_forward_pre_hook(stop) for module in denoisers]
+    hooks = [module.register_forward_pre_hook(stop) for module in denoisers(model.pipe).values()]
     try:
         draw(model, shape, steps=STEPS)
     except _Reached:

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 import diffgraph
-from diffgraph.cli.calls import DenoiserCall
+from diffgraph.cli.calls import DenoiserCall, settle
 from diffgraph.cli.clock import call_ms, submit_ms
 from diffgraph.cli.forecast import Forecast, forecast
 from diffgraph.cli.profile import gap_us, profiled
@@ -19,8 +19,6 @@ from diffgraph.pipeline import accelerated
 from diffgraph.reasons import Reason
 from diffgraph.sequence import Break
 
-#: A model whose caches are still filling takes more than two.
-_CALLS_TO_RECORD = 8
 SAME, CLOSE, DIFFERENT = "to the bit", "but for rounding (a padded prompt)", "NOT AS EAGER"
 _EXPECTED = {Reason.UNSEEN_SIGNATURE, Reason.PAUSED}
 
@@ -80,11 +78,7 @@ def diagnose(call: DenoiserCall, shape: str, repeats: int) -> Diagnosis:
 
 
 def _record(call: DenoiserCall, found: Diagnosis) -> None:
-    for _ in range(_CALLS_TO_RECORD):
-        call()
-        if diffgraph.report(call.module).replays:
-            break
-    report = diffgraph.report(call.module)
+    report = settle(call)
     found.reasons = {r: Reason(r).meaning for r in report.reasons if r not in _EXPECTED}
     entry = next((e for runner in accelerated(call.module) for e in runner.table.all_entries() if e.recording is not None), None)
     if entry is None or entry.recording is None:

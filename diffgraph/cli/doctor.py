@@ -53,25 +53,26 @@ def examine(model: models.Model, shapes: Any, prompt: str | None, repeats: int) 
     from diffgraph.cli.advice import verdict
     from diffgraph.cli.calls import denoiser_calls
     from diffgraph.cli.diagnosis import diagnose
-    from diffgraph.components import DENOISERS
+    from diffgraph.components import denoisers
     from diffgraph.memory import total_memory
     from diffgraph.refusals import refusal
     from diffgraph.startup import one_length
+    from diffgraph.tensors import weights_device
 
-    denoisers = {name: m for name in DENOISERS if isinstance(m := getattr(model.pipe, name, None), torch.nn.Module)}
-    refused = {name: reason for name, m in denoisers.items() if (reason := refusal(m)) is not None}
+    modules = denoisers(model.pipe)
+    refused = {name: reason for name, m in modules.items() if (reason := refusal(m)) is not None}
     by_shape = {}
     for s in shapes:
         with working(f"eager and recorded, {s}"):
             by_shape[str(s)] = [diagnose(call, str(s), repeats) for call in denoiser_calls(model, s, prompt)]
-    device = next((p.device for m in denoisers.values() for p in m.parameters()), torch.device("cpu"))
+    device = next(map(weights_device, modules.values()), torch.device("cpu"))
     vary = one_length(model.pipe, shapes[0]) is not None
-    every_length = not vary or _has_buckets(denoisers.values())
+    every_length = not vary or _has_buckets(modules.values())
     sentence, line = verdict(by_shape, every_length)
     return {
         "model": model.name,
         "pipeline": type(model.pipe).__name__,
-        "parameters": sum(p.numel() for m in denoisers.values() for p in m.parameters()),
+        "parameters": sum(p.numel() for m in modules.values() for p in m.parameters()),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "device_memory_bytes": total_memory(device),
         "limits": NO_GPU if device.type != "cuda" else None,
