@@ -767,7 +767,8 @@ def test_copying_an_object_of_the_same_class_elsewhere_is_no_change():
             super().__init__()
             self.own = Own()
 
-    fingerprint = Fingerprint(Module())
+    module = Module()
+    fingerprint = Fingerprint(module)
     copy.deepcopy(Own())
     assert Own.__annotations__ == {}
     assert fingerprint.change() is None
