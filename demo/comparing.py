@@ -82,8 +82,8 @@ def mean(runs: list[Run], what: str) -> float:
 
 
 def compare(model: Model, ask: Ask, tell: Tell) -> Iterator[Comparison]:
-    """Yields the same comparison whenever there is more to see: the eager picture, both, and all there is. Nobody else may use the
-    pipeline meanwhile."""
+    """Yields the same comparison whenever there is more to see: the eager picture, both, and all there is. Nobody else may use
+    the pipeline meanwhile."""
     pipe, found = model.pipe, Comparison(ask)
     eager: Callable[[], AbstractContextManager[None]] = lambda: diffgraph.paused(pipe)  # noqa: E731
     ours = eager if ask.paused else nullcontext

@@ -1,4 +1,4 @@
-"""How far two pictures are apart. Pictures are float arrays of values from 0 to 1, as pipelines give them with `output_type="np"`."""
+"""How far two pictures are apart: float arrays of values from 0 to 1, as pipelines give them with `output_type="np"`."""
 
 from __future__ import annotations
 

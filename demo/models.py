@@ -76,8 +76,8 @@ class Model:
 
 
 def load(name: str | None = None, shapes: str | None = None, device: str | None = None, dtype: str | None = None) -> Model:
-    """`name`: a folder, a hub id or a family of `pipelines/`, which is then built tiny; none: the embedded model, or where there is
-    none, a tiny stand-in. `shapes`: what to record, as text or a file. Raises `UsageError` with a sentence, and `ShapeError`."""
+    """`name`: a folder, a hub id or a family of `pipelines/`, which is then built tiny; none: the embedded model, or where there
+    is none, a tiny stand-in. `shapes`: what to record, as text or a file. Raises `UsageError` and `ShapeError`."""
     asked = name or (str(EMBEDDED) if is_embedded() else STAND_IN)
     tiny = asked in pipelines.FAMILIES
     found = by_name.load(argparse.Namespace(model=asked, tiny=tiny, device=device, dtype=dtype or (None if name else "float32")))
@@ -115,7 +115,7 @@ def _described(found: Any, name: str | None, tiny: bool) -> Model:
         return Model(
             found.pipe,
             "the embedded emoji model",
-            f"A small trained {kind} that comes with the repository and draws emoji by their names, as in “red heart” or “cat face”.",
+            f"A small trained {kind} that comes with the repository and draws emoji by their names: “red heart”, “cat face”.",
             load_shapes(["64x64", "96x96"]),
             ["red heart", "cat face", "a slice of pizza", "an umbrella in the rain, drawn as a flat sticker"],
             steps=20,

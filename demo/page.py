@@ -20,6 +20,8 @@ from diffgraph.prompt_arguments import SCALES, per_prompt_argument
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 #: All that uses the pipeline waits in one queue with one worker.
 ONE_AT_A_TIME = {"concurrency_id": "pipeline", "concurrency_limit": 1}
+#: As a default of a handler's argument, Gradio replaces it by the bar of the request.
+_PROGRESS = gr.Progress()
 _FONTS = ["system-ui", "sans-serif"]  # which are on every machine: nothing is fetched
 THEME = gr.themes.Soft(primary_hue="indigo", font=_FONTS, font_mono=["ui-monospace", "monospace"])
 LAUNCH: dict[str, Any] = {"theme": THEME, "css": CSS, "footer_links": [], "ssr_mode": False}
@@ -92,11 +94,14 @@ class Page:
             False, label="Pause diffgraph", info="draw your accelerated picture eager, too: nothing is replayed", elem_id="paused"
         )
         self.draw = gr.Button("Draw", variant="primary", size="lg", elem_id="draw")
-        sizes, last = self.studio.sizes(), model.prompts[-1]
-        examples = [[prompt, sizes[0][0], ""] for prompt in model.prompts[:2]]
-        examples += [[last, sizes[-1][0], ""], [last, sizes[0][0], ""]]
+        sizes = self.studio.sizes()
+        examples = [(prompt, sizes[0][0]) for prompt in model.prompts] + [(model.prompts[0], sizes[-1][0])]
         gr.Examples(
-            examples, [self.prompt, self.size, self.own_size], label="Examples (the third has a size that is not recorded)"
+            list(map(list, examples)),
+            [self.prompt, self.size],
+            label="Examples: the last has a size that is not recorded",
+            example_labels=[f"{prompt}, {size}" for prompt, size in examples],
+            api_visibility="private",
         )
 
     def _result(self) -> None:
@@ -151,13 +156,13 @@ class Page:
         quick: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
         for gallery in (self.eager, self.accelerated):
             gallery.select(_selected, [self.pairs], [self.slider], **quick)
-        self.size.input(lambda: "", None, self.own_size, **quick)  # what was chosen last counts
+        self.size.change(lambda: "", None, self.own_size, **quick)  # what was chosen last counts
         self.blocks.load(self._shown, [self.size], shown, show_progress="hidden", **act)  # what others have recorded meanwhile
 
     # -- what its buttons do
 
     def _draw(
-        self, prompt, negative, size, own_size, steps, guidance, seed, randomize, images, paused, progress=gr.Progress()
+        self, prompt, negative, size, own_size, steps, guidance, seed, randomize, images, paused, progress=_PROGRESS
     ) -> Iterator[tuple]:
         nothing = [gr.skip()] * 10
         if randomize:
@@ -191,7 +196,7 @@ class Page:
         pairs = list(zip(eager, ours, strict=True))
         return gr.Gallery(eager, columns=columns), gr.Gallery(ours, columns=columns), pairs[0], pairs
 
-    def _record(self, text, size, progress=gr.Progress()) -> Iterator[tuple]:
+    def _record(self, text, size, progress=_PROGRESS) -> Iterator[tuple]:
         try:
             shapes = shapes_of(self.studio.model, text)
             missing = self.studio.capture(shapes, _bar(progress))
@@ -204,7 +209,7 @@ class Page:
         except Exception as error:
             yield words.problem(sentence(error)), *self._shown(size)
 
-    def _reset(self, size, progress=gr.Progress()) -> Iterator[tuple]:
+    def _reset(self, size, progress=_PROGRESS) -> Iterator[tuple]:
         try:
             self.studio.reset(_bar(progress))
             yield words.done("Everything was forgotten, and the first sizes were recorded again."), *self._shown(size)

@@ -15,15 +15,15 @@ TITLE = "diffgraph: the same picture, without waiting for Python"
 INTRODUCTION = """
 <div class="intro">
 <h1>The same picture, without waiting for Python</h1>
-<p>A diffusion model draws in small steps, and Python starts hundreds of small programs on the GPU for each of them. <b>diffgraph</b>
-records one step and plays it back for the others. Press <b>Draw</b>: this page draws your picture as always (<i>eager</i>) and with
-diffgraph (<i>accelerated</i>), compares the two to the last bit, and times both.</p>
+<p>A diffusion model draws in small steps, and Python starts hundreds of small programs on the GPU for each of them.
+<b>diffgraph</b> records one step and plays it back for the others. Press <b>Draw</b>: this page draws your picture as always
+(<i>eager</i>) and with diffgraph (<i>accelerated</i>), compares the two to the last bit, and times both.</p>
 {about}
 </div>
 """
 ON_A_CPU = (
-    "This page runs on a CPU, which does not wait for Python as a GPU does: what is recorded, what is replayed and what is equal are "
-    "as on a GPU, the times are not."
+    "This page runs on a CPU, which does not wait for Python as a GPU does: what is recorded, replayed and equal is as on a GPU; "
+    "the times are not."
 )
 HOW = """
 - **Recorded** means: for this size and prompt length, one pass through the model (its *denoiser*) was captured as a graph in
@@ -124,7 +124,7 @@ def table(state: State, model: Model) -> str:
     rows = sorted(state.rows, key=lambda row: -row.signature.replays)
     cells = "".join(_cells(row, model) for row in rows)
     head = "<tr><th>size</th><th>prompt rows</th><th>CFG</th><th>segments</th><th>breaks</th><th>MiB</th><th>hits</th></tr>"
-    counts = f"{state.captures} recordings made, {state.replays} forwards replayed, {state.eager} eager, since the start or the last reset."
+    counts = f"{state.captures} recordings made, {state.replays} forwards replayed, {state.eager} eager since the start or reset."
     return f"<p class='counts'>{counts}</p><div class='scroll'><table class='signatures'>{head}{cells}</table></div>"
 
 

@@ -13,7 +13,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-PATIENCE = 15  # seconds; a picture is there in one or two
+PACKAGES = ("chromium", "chromium-driver")  # Debian's
+PATIENCE = 20  # seconds; a picture is there in one or two
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
@@ -29,7 +30,7 @@ def missing() -> str | None:
     lacking = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     if not lacking:
         return None
-    return f"no {' and no '.join(lacking)} here: apt-get install chromium chromium-driver, or leave these tests out: -m 'not browser'"
+    return f"no {' and no '.join(lacking)} here: apt-get install {' '.join(PACKAGES)}; or without: -m 'not gpu and not browser'"
 
 
 def chromium(folder: Path, width: int = 1280, height: int = 900, mobile: bool = False) -> webdriver.Chrome:
@@ -78,7 +79,9 @@ class Visitor:
         return self.field(place).get_attribute("value") or ""
 
     def field(self, place: str) -> Any:
-        return self.driver.find_element(By.CSS_SELECTOR, f"#{place} textarea, #{place} input[type=text], #{place} input[type=number]")
+        return self.driver.find_element(
+            By.CSS_SELECTOR, f"#{place} textarea, #{place} input[type=text], #{place} input[type=number]"
+        )
 
     def press(self, place: str) -> None:
         button = self.wait(lambda: self.driver.find_element(By.CSS_SELECTOR, f"button#{place}, #{place} button, #{place} input"))
