@@ -104,3 +104,6 @@ class Visitor:
     def complaints(self) -> list[str]:
         """What the browser's own console holds of errors."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+    def sources(self, place: str) -> list[str]:
+        return [image.get_attribute("src") for image in self.driver.find_elements(By.CSS_SELECTOR, f"#{place} img")]
