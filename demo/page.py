@@ -37,7 +37,7 @@ class Page:
         self.studio, self.shelf = studio, Shelf()
         # Pictures that were shown are deleted an hour later
         with gr.Blocks(title=words.TITLE, analytics_enabled=False, delete_cache=(600, 3600)) as self.blocks:
-            gr.HTML(words.introduction(studio.model))
+            gr.HTML(words.introduction(studio.model), padding=False)
             with gr.Row():
                 with gr.Column(scale=2, min_width=300):
                     self._wish()
@@ -105,25 +105,33 @@ class Page:
         )
 
     def _result(self) -> None:
-        self.verdict = gr.HTML(words.waiting(), elem_id="verdict")
+        self.verdict = gr.HTML(words.waiting(), padding=False, elem_id="verdict")
         with gr.Row():
-            self.eager = gr.Gallery(label="Eager", format="png", height=330, object_fit="contain", columns=1, elem_id="eager")
+            self.eager = gr.Gallery(
+                label="Eager", format="png", height=330, object_fit="contain", columns=1, min_width=120, elem_id="eager"
+            )
             self.accelerated = gr.Gallery(
-                label="Accelerated", format="png", height=330, object_fit="contain", columns=1, elem_id="accelerated"
+                label="Accelerated",
+                format="png",
+                height=330,
+                object_fit="contain",
+                columns=1,
+                min_width=120,
+                elem_id="accelerated",
             )
         self.slider = gr.ImageSlider(
-            label="Eager under accelerated: drag the line", format="png", max_height=420, interactive=False, elem_id="slider"
+            label="Drag: eager | accelerated", format="png", max_height=420, interactive=False, elem_id="slider"
         )
         self.pairs = gr.State([])
 
     def _recordings(self) -> None:
         state, model = self.studio.state(), self.studio.model
-        gr.HTML("<h2>What is recorded</h2>")
+        gr.HTML("<h2>What is recorded</h2>", padding=False)
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
-                self.table = gr.HTML(words.table(state, model), elem_id="signatures")
+                self.table = gr.HTML(words.table(state, model), padding=False, elem_id="signatures")
             with gr.Column(scale=2, min_width=300):
-                self.gauge = gr.HTML(words.gauge(state, model), elem_id="gauge")
+                self.gauge = gr.HTML(words.gauge(state, model), padding=False, elem_id="gauge")
                 self.shapes = gr.Textbox(
                     label="Record more sizes",
                     info="HEIGHTxWIDTH, several with spaces between; @batch=2 behind one: two pictures at once",
@@ -134,7 +142,7 @@ class Page:
                 with gr.Row():
                     self.record = gr.Button("Record", variant="primary", min_width=120, elem_id="record")
                     self.reset = gr.Button("Reset", min_width=120, elem_id="reset")
-                self.told = gr.HTML(elem_id="told")
+                self.told = gr.HTML(padding=False, elem_id="told")
 
     def _connect(self) -> None:
         shown = [self.table, self.gauge, self.size]

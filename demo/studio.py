@@ -59,9 +59,15 @@ class Studio:
     # -- the acts
 
     def compare(self, ask: Ask, tell: Tell) -> Iterator[Comparison]:
-        """Yields as `comparing.compare`."""
-        with self._turn:
-            yield from compare(self.model, ask, tell)
+        """Yields as `comparing.compare`. The turn is given back at each: who closes the page midway does not hold it, and Gradio
+        goes on in whichever thread is free."""
+        stages = compare(self.model, ask, tell)
+        while True:
+            with self._turn:
+                found = next(stages, None)
+            if found is None:
+                return
+            yield found
 
     def capture(self, shapes: list[CaptureShape], tell: Tell) -> list[Row]:
         """Record these shapes, and return what could not be. Raises `ShapeError` for one that the pipeline refuses."""

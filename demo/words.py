@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from demo.comparing import Comparison, Route, mean
+from demo.comparing import Comparison, Route, median
 from demo.models import Model
 from demo.studio import State
 from diffgraph.reasons import Reason
@@ -32,7 +32,7 @@ HOW = """
   it, choose the size that is marked *not recorded*, then record it below and draw again.
 - **Prompt rows**: prompts of similar length share a recording, a *bucket*. A longer prompt than the largest runs eager.
 - **CFG** (guidance above 1): each step asks the model twice, with the prompt and with the negative prompt. Guidance of 1 is off.
-- **Times** are the mean of two runs each, in the order eager, accelerated, accelerated, eager, after a short warm-up of both.
+- **Times** are medians of two to six runs each, in the order eager, accelerated, accelerated, eager, after a warm-up of both.
 """
 
 
@@ -59,7 +59,7 @@ def result(found: Comparison) -> str:
     if not found.accelerated:
         return "<div class='card idle'>Eager is drawn; accelerated comes next.</div>"
     if not found.complete:
-        return "<div class='card idle'>Both are drawn; each is drawn once more, to time them fairly.</div>"
+        return "<div class='card idle'>Both are drawn; they are drawn again, to time them fairly.</div>"
     assert found.route is not None
     parts = [verdict(found), bars(found), f"<p class='route'>{route(found.route)}</p>"]
     if found.differences:
@@ -95,14 +95,18 @@ def _apart(apart) -> str:
 def bars(found: Comparison) -> str:
     """Whole times as bars, with ms a step beside them, and what one is of the other."""
     rows = []
-    longest = max(mean(found.eager, "seconds"), mean(found.accelerated, "seconds"))
+    longest = max(median(found.eager, "seconds"), median(found.accelerated, "seconds"))
     for name, runs in (("eager", found.eager), ("accelerated", found.accelerated)):
-        seconds = mean(runs, "seconds")
+        seconds = median(runs, "seconds")
         rows.append(
             f"<tr><th>{name}</th><td class='bar'><span class='{name}' style='width:{100 * seconds / longest:.1f}%'></span></td>"
-            f"<td>{time_text(seconds)}</td><td>{mean(runs, 'step_ms'):.1f} ms a step</td></tr>"
+            f"<td>{time_text(seconds)}</td><td>{median(runs, 'step_ms'):.1f} ms a step</td></tr>"
         )
-    speed = f"<b>{found.speed_up:.2f}×</b> as fast, as measured ({found.ask.steps} steps, seed {found.ask.seed})"
+    noise = "" if found.is_clear else "; runs of one kind vary by more than the two differ, so take it for noise"
+    speed = (
+        f"<b>{found.speed_up:.2f}×</b> as fast, as measured "
+        f"({found.ask.steps} steps, seed {found.ask.seed}; median of {len(found.eager)} runs each{noise})"
+    )
     return f"<table class='times'>{''.join(rows)}</table><p class='speed'>{speed}</p>"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 
 import diffgraph
-from demo import models, words
+from demo import comparing, models, words
 from demo.__main__ import main
 from demo.asking import checked, shapes_of, size_of
 from demo.errors import NotPossible, sentence
@@ -21,6 +22,11 @@ from demo.studio import Studio
 from diffgraph.cli.errors import UsageError
 
 WISH = {"prompt": "a red heart", "size": "64x64", "seed": 0, "steps": 3, "guidance": 4}
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(comparing, "ROUNDS", 1)
 
 
 def silent(share: float, text: str) -> None:
@@ -58,6 +64,14 @@ def test_pictures_come_as_soon_as_they_are_there(studio):
     assert seen == [(1, 0), (1, 1), (2, 2)]
     shares = [share for share, _ in told]
     assert shares == sorted(shares) and shares[-1] == 1.0 and any("Warming up" in text for _, text in told)
+
+
+def test_a_visitor_who_leaves_midway_keeps_nobody_waiting(studio):
+    left = studio.compare(checked(studio.model, **WISH), silent)
+    next(left)
+    with ThreadPoolExecutor(1) as another_thread:
+        assert another_thread.submit(drawn, studio).result(timeout=60).distance.equal
+        assert another_thread.submit(next, left).result(timeout=60).route.replayed == 6  # Gradio changes threads, too
 
 
 def test_without_guidance_a_step_is_one_forward(studio):
@@ -232,3 +246,15 @@ def test_a_wrong_command_line_is_answered_in_a_line(capsys):
         assert error.value.code == 2 and said in capsys.readouterr().err
     with pytest.raises(UsageError):
         models.load(device="nonsense")
+
+
+def test_what_takes_no_time_is_timed_more_often_and_noise_is_called_noise(studio, monkeypatch):
+    monkeypatch.setattr(comparing, "ROUNDS", 3)
+    monkeypatch.setattr(comparing, "ENOUGH", float("inf"))
+    found = drawn(studio, steps=1)
+    assert len(found.eager) == len(found.accelerated) == 6
+    for run, seconds in zip(found.eager + found.accelerated, [1.0] * 6 + [2.0] * 5 + [0.5], strict=True):
+        run.seconds = seconds
+    assert not found.is_clear and "noise" in words.result(found)
+    found.accelerated[-1].seconds = 2.0
+    assert found.is_clear and found.speed_up == 0.5 and "noise" not in words.result(found)
