@@ -70,7 +70,7 @@ class Page:
             label="Or a size of your own", placeholder=f"HEIGHTxWIDTH, e.g. {model.stranger}", max_lines=1, elem_id="own-size"
         )
         with gr.Row():
-            self.steps = gr.Slider(1, 100, value=model.steps, step=1, label="Steps", min_width=140, elem_id="steps")
+            self.steps = gr.Slider(2, 100, value=model.steps, step=1, label="Steps", min_width=140, elem_id="steps")
             self.guidance = gr.Slider(
                 0,
                 MOST_GUIDANCE,

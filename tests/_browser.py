@@ -107,3 +107,7 @@ class Visitor:
 
     def sources(self, place: str) -> list[str]:
         return [image.get_attribute("src") for image in self.driver.find_elements(By.CSS_SELECTOR, f"#{place} img")]
+
+    def width(self) -> int:
+        """Of the whole page, what lies beside the window included."""
+        return self.driver.execute_script("return document.documentElement.scrollWidth")
