@@ -226,8 +226,9 @@ class Page:
 
     def _shown(self, size) -> tuple[str, str, Any]:
         state, sizes = self.studio.state(), self._sizes()
-        kept = size if size in [value for _, value in sizes] else sizes[0][1]
-        return words.table(state, self.studio.model), words.gauge(state, self.studio.model), gr.Radio(sizes, value=kept)
+        # The choice itself is left alone where it can be: the visitor may have made another one meanwhile
+        gone = {} if size in [value for _, value in sizes] else {"value": sizes[0][1]}
+        return words.table(state, self.studio.model), words.gauge(state, self.studio.model), gr.Radio(choices=sizes, **gone)
 
     def _sizes(self) -> list[tuple[str, str]]:
         return [

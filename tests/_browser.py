@@ -14,7 +14,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 PACKAGES = ("chromium", "chromium-driver")  # Debian's
-PATIENCE = 20  # seconds; a picture is there in one or two
+PATIENCE = 40  # seconds; a picture is there in one or two, and on a busy machine of two cores in ten
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
