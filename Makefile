@@ -10,10 +10,11 @@ CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run bench docs test test-gpu support lint types format clean
+.PHONY: help setup run demo bench docs test browser screenshots test-gpu support lint types format clean
 
 help:
 	@echo "make run       an embedded tiny pipeline, eager and accelerated, side by side"
+	@echo "make demo      the same in a browser: your prompt, your model (ARGS='--model ID --capture-shapes 512x512')"
 	@echo "make docs      the documentation, into out/docs; a warning is an error"
 	@echo "make test      lint, types and tests, as CI does"
 	@echo "make test-gpu  the tests that need a CUDA device"
@@ -33,6 +34,9 @@ $(READY): pyproject.toml constraints-cpu.txt
 run: $(READY)
 	$(PY) -m demo.run $(ARGS)
 
+demo: $(READY)
+	$(PY) -m demo $(ARGS)
+
 bench: $(READY)
 	$(PY) -m benchmarks.denoiser $(ARGS)
 
@@ -40,8 +44,23 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir out/docs
 
 # One torch thread a worker: two workers with a pool each would fight for the two cores.
-test: lint types
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
+# Without Chromium, the tests of the demo's page fail in CI; elsewhere they are left out, and it is said.
+test: lint types browser
+	@marks="not gpu"; $(CHROMIUM) || [ -n "$$CI" ] || { marks="not gpu and not browser"; \
+		echo "NOT RUN: tests/test_demo_browser.py, which needs chromium and chromium-driver"; }; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "$$marks" $(ARGS)
+
+CHROMIUM := command -v chromium >/dev/null && command -v chromedriver >/dev/null
+
+# Installed where it is missing and may be: with Debian's packages, and as root.
+browser:
+	@$(CHROMIUM) || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] || { \
+		echo "installing chromium, in which the demo's page is tested"; apt-get update -qq >/dev/null; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-liberation \
+		>/dev/null || true; }
+
+screenshots: $(READY) browser
+	PYTHONPATH=.:tests $(PY) tests/screenshots.py
 
 test-gpu: $(READY)
 	$(PY) -m pytest -q -m gpu $(ARGS)
