@@ -188,7 +188,8 @@ def _route(
         return _near(runner, call, CallExplanation(label, "eager", str(Reason.UNSEEN_SIGNATURE), then)), None, call
     known = [] if change is not None else entry.values.recorded()
     if known and not entry.values.is_resting:
-        then = None if known[0].trusted or not runner.options.verify else "it is the first, so it is compared with eager"
+        trusted = known[0].is_trusted(call.prompt) or not runner.options.verify
+        then = None if trusted else "it is the first, so it is compared with eager"
         return CallExplanation(label, "replay", then=then), known[0].recording, call
     if known:
         raise Refused(Reason.HOST_VALUE_CHANGED)
