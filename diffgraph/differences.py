@@ -60,9 +60,10 @@ def _walk(name: str, spec: Any, paths: list[str]) -> None:
 def _leaf(leaf: tuple[Any, ...], path: str, paths: list[str]) -> str:
     kind = leaf[0]
     if kind is torch.Tensor:
-        _, shape, layout, dtype, first = leaf
+        _, shape, layout, dtype, first, wants_gradients = leaf
         text = f"[{'x'.join(map(str, shape)) or 'scalar'}] {str(dtype).removeprefix('torch.')}"
         text += "" if layout == CONTIGUOUS else f", layout {layout}"
+        text += ", wants gradients" if wants_gradients else ""
         return text if paths[first] == path else f"{text}, the same tensor as {paths[first]}"
     if kind is float:
         return repr(float.fromhex(leaf[1]))

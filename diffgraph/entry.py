@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diffgraph.capture import Recording
+from diffgraph.prompts import Prompt, is_short
 from diffgraph.reasons import Reason
 from diffgraph.shapes import CaptureShape
 
@@ -31,6 +32,7 @@ class Entry:
         self.insistence = 0  # of the runner, when that was made
         self.met = 0  # and when it was last met inside `diffgraph.capture`
         self.trusted = False  # a replay was found equal to eager
+        self.trusted_padded = False  # and so was one of a prompt shorter than its bucket
         self.doubted = False  # another signature's forward has since changed something that this one may rely on
         self.seen = 0  # eager calls since there was no recording that may serve as warm-up
         self.unpaid = 0  # recordings in a row that were dropped before they had paid for themselves
@@ -43,6 +45,10 @@ class Entry:
         self.is_met = False  # by a call that nobody made in order to record
         self.shape: CaptureShape | None = None  # of the pipeline call that it was met in
 
+    def is_trusted(self, prompt: Prompt | None) -> bool:
+        """Whether a replay with such a prompt was compared: where the first ones filled their bucket, none with padding was."""
+        return self.trusted_padded if is_short(prompt) else self.trusted
+
     def evict(self) -> None:
         """Give up the recording and its memory."""
         if self.recording is not None:
@@ -50,7 +56,7 @@ class Entry:
             self.recording = None
             self.unpaid = 0 if self.recent_replays >= PAYS_AFTER else self.unpaid + 1
         self.seen = self.recent_replays = self.memory_bytes = 0
-        self.trusted = self.doubted = False
+        self.trusted = self.trusted_padded = self.doubted = False
         self.lost = None
 
     def refusal(self, change: Reason | None = None) -> Reason | None:

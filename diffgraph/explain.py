@@ -173,7 +173,8 @@ def _route(runner: Runner, call: Call, change: Reason | None) -> tuple[CallExpla
         raise Refused(Reason.HOST_VALUE_CHANGED)
     known = [] if change is not None else entry.values.recorded()
     if known:
-        then = None if known[0].trusted or not runner.options.verify else "it is the first, so it is compared with eager"
+        trusted = known[0].is_trusted(call.prompt) or not runner.options.verify
+        then = None if trusted else "it is the first, so it is compared with eager"
         return CallExplanation(label, "replay", then=then), known[0].recording
     if runner.route(entry, change) is Route.CAPTURE:
         return CallExplanation(label, "capture", then="the calls after it replay"), None

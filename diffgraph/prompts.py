@@ -35,6 +35,11 @@ class Prompt(NamedTuple):
         return Padding(self.buckets, self.lengths)
 
 
+def is_short(prompt: Prompt | None) -> bool:
+    """Whether there are rows of padding."""
+    return prompt is not None and prompt.lengths != prompt.buckets
+
+
 class Padded(NamedTuple):
     """A call's arguments, its prompts padded."""
 

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from diffgraph.errors import HostValueChanged, OpNotRecordable
 from diffgraph.insistence import Insistence
 from diffgraph.memory import Memory
 from diffgraph.options import Options
-from diffgraph.prompts import PromptBuckets
+from diffgraph.prompts import PromptBuckets, is_short
 from diffgraph.ranges import named
 from diffgraph.reasons import Reason
 from diffgraph.routes import Route, Routes
@@ -167,8 +167,21 @@ class Runner:
             missing = entry is None or entry.met != self.insistence.number
             # The pipeline's second step, of other values, verifies what the first has recorded.
             if missing or (step == 2 and entry is not None and entry.recording is not None and not entry.trusted):
-                with suppress(Refused):
+                try:
                     self._recorded(module, resized.args, resized.kwargs)
+                except Refused:
+                    pass
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # longer than the forward accepts: no call will come with such a prompt
+                    self._give_up(Call.of(resized.args, resized.kwargs, device), error)
+
+    def _give_up(self, call: Call, error: Exception) -> None:
+        """Not to be recorded: the forward raises for a prompt that nobody asked for."""
+        logger.info("%s: the forward raises %r", self.table.label(call.signature), error)
+        entry = self.table.entries.get(call.signature)
+        if entry is not None:
+            self._drop(entry, refused=Reason.CAPTURE_FAILED)
 
     # -- deciding
 
@@ -297,7 +310,7 @@ class Runner:
                 continue
             # Most likely a cache that fills: then nothing need be recorded again, only compared.
             if self.options.verify and change is Reason.ATTRIBUTES_CHANGED and other is not entry:
-                other.trusted, other.doubted = False, True
+                other.trusted, other.trusted_padded, other.doubted = False, False, True
             else:
                 self._drop(other, lost=change)
         self._note_escape(entry)
@@ -379,7 +392,7 @@ class Runner:
         entry = visit.entry
         recording = entry.recording
         assert recording is not None
-        if not entry.trusted and self.options.verify:
+        if self.options.verify and not entry.is_trusted(visit.call.prompt):
             return self._verify(visit, recording)
         output = self._run(entry, recording, visit.call)
         recording.follow(visit.args, visit.kwargs)
@@ -423,6 +436,7 @@ class Runner:
             reason = refused.reason
         if reason is None:
             entry.trusted, entry.doubted = True, False
+            entry.trusted_padded |= is_short(call.prompt)
             self._note_replay(entry, recording)
         else:
             self.routes.note(Route.EAGER, reason)

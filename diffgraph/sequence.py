@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from diffgraph.devices import Pool, Segment, known_device, new_pool
 from diffgraph.errors import HostValueChanged, OptionError, OptionTypeError, ReplayError
 from diffgraph.tensors import same_tensor_bits
 from diffgraph.tree import LEAF, Spec, flatten
+from diffgraph.values import same_value
 
 
 class GraphSequence:
@@ -228,28 +228,12 @@ class HostValue(Binding):
         self.value = value
 
     def accept(self, leaf: Any, name: str) -> None:
-        if not _same_value(leaf, self.value):
+        if not same_value(leaf, self.value):
             raise HostValueChanged(f"{name} gave {leaf!r}; recorded with {self.value!r}")
 
 
 def _lies_on(asked: torch.device, device: torch.device) -> bool:
     return asked.type == device.type and (asked.index is None or device.index is None or asked.index == device.index)
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    """Whether code that was given `a` would do as with `b`: NaN equals itself, 0.0 is not -0.0, and 1 is not True."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, complex):
-        return _same_value(a.real, b.real) and _same_value(a.imag, b.imag)
-    if isinstance(a, float):
-        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
-    try:
-        return bool(a == b)
-    except (ValueError, RuntimeError):  # an array
-        return False
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

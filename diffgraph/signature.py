@@ -99,7 +99,8 @@ def _describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int
         strides = layout(leaf)
         if strides is not CONTIGUOUS and _overlaps(leaf):
             raise Refused(Reason.UNSUPPORTED_INPUT, "a tensor whose elements overlap in memory")
-        return torch.Tensor, leaf.shape, strides, leaf.dtype, first.setdefault(id(leaf), i)
+        # `matmul` takes another path, with other bits, for one that wants gradients.
+        return torch.Tensor, leaf.shape, strides, leaf.dtype, first.setdefault(id(leaf), i), leaf.requires_grad
     kind = type(leaf)
     if not is_constant(leaf):
         raise Refused(Reason.UNSUPPORTED_INPUT, f"a {kind.__module__}.{kind.__qualname__}, whose state cannot be compared")

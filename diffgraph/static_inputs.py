@@ -64,5 +64,7 @@ class StaticInputs:
 def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
     strides = layout(tensor)
     if isinstance(strides, str):  # contiguous
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    else:
+        made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(tensor.requires_grad)

@@ -125,7 +125,7 @@ def test_a_tensor_given_twice_is_not_two_tensors():
 
 
 def test_a_parameter_is_a_tensor_like_any():
-    assert signature(torch.nn.Parameter(torch.ones(2))) == signature(torch.ones(2))
+    assert signature(torch.nn.Parameter(torch.ones(2), requires_grad=False)) == signature(torch.ones(2))
 
 
 # -- layout

@@ -13,6 +13,9 @@ from diffgraph.padding import Padding
 
 Lengths = tuple[int, ...]
 
+#: Whose layers stand in diffusers' denoisers: adapters' and quantised ones included.
+_LIBRARIES = frozenset({"torch", "diffusers", "peft", "torchao", "bitsandbytes", "optimum", "accelerate"})
+
 
 class PromptRule(ABC):
     """How the forward of one family of denoisers takes prompts that are padded up to a bucket.
@@ -25,8 +28,9 @@ class PromptRule(ABC):
     drops_rows = True
 
     def fits(self, module: torch.nn.Module, kind: type) -> bool:
-        """Whether this module, of diffusers' class `kind`, is built as the rule takes for granted."""
-        return True
+        """Whether this module, of diffusers' class `kind`, is built as the rule takes for granted: of layers that are known to
+        take each row for itself, not of one that somebody put there."""
+        return all(_comes_from_a_library(submodule) for submodule in module.modules())
 
     @abstractmethod
     def lengths(self, given: Mapping[str, Any]) -> Lengths | None:
@@ -63,3 +67,9 @@ def rows(tensor: torch.Tensor, length: int, dim: int, *, before: bool = False) -
     shape[dim] = missing
     filling = tensor.new_zeros(shape)
     return torch.cat([filling, tensor] if before else [tensor, filling], dim)
+
+
+def _comes_from_a_library(module: torch.nn.Module) -> bool:
+    """Whether the forward that a call of this module runs does."""
+    forward = module.__dict__.get("forward") or type(module).forward
+    return (getattr(forward, "__module__", None) or "").partition(".")[0] in _LIBRARIES

@@ -25,7 +25,7 @@ class TextFirst(PromptRule):
 
     def fits(self, module: torch.nn.Module, kind: type) -> bool:
         processors = [p for m in module.modules() if (p := getattr(m, "processor", None)) is not None]
-        return all(type(p).__module__ == kind.__module__ for p in processors)  # not one that somebody put there
+        return super().fits(module, kind) and all(type(p).__module__ == kind.__module__ for p in processors)
 
     def lengths(self, given: Mapping[str, Any]) -> Lengths | None:
         text, mask = given.get(self._text), given.get(self._mask)

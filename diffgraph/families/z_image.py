@@ -32,6 +32,10 @@ class ZImage(PromptRule):
         flat = isinstance(captions, list) and captions and all(isinstance(c, torch.Tensor) and c.dim() == 2 for c in captions)
         if not flat or given.get("siglip_feats") is not None or given.get("image_noise_mask") is not None:
             return None
+        residuals = given.get(_RESIDUALS)
+        whole = isinstance(residuals, dict) and all(isinstance(r, torch.Tensor) and r.dim() == 3 for r in residuals.values())
+        if residuals is not None and not whole:
+            return None
         found = tuple(caption.shape[0] for caption in captions)  # type: ignore[union-attr]
         return found if all(found) else None
 
