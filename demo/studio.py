@@ -143,7 +143,7 @@ class Studio:
     def _watched(self, looked: Callable[[int], None]) -> Iterator[None]:
         """Tell how many recordings were made, from another thread: `diffgraph.capture` returns only when it is done."""
         runners, over = accelerated(self.model.pipe), threading.Event()
-        count = lambda: sum(runner.routes["capture"] for runner in runners)  # noqa: E731
+        count = lambda: sum(runner.routes.taken["capture"] for runner in runners)  # noqa: E731
         begun = count()
         context = contextvars.copy_context()  # in which the page knows whose bar it is
 

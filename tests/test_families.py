@@ -113,7 +113,7 @@ def test_the_first_real_call_after_start_up_capture_replays(family):
     picture(pipe, "a red cat", 96, 128)
     report = diffgraph.report(pipe)
     assert report.captures == 2  # an unseen signature is eager, never a capture
-    assert report.reasons["unseen_signature"] > at_start.reasons["unseen_signature"]
+    assert report.reasons["unseen_signature"] > 0 and "unseen_signature" not in at_start.reasons
     diffgraph.restore_pipeline(pipe)
     after = traces(pipe)
     for what in ("pipe", "types", "attributes", "signatures", "keys"):
