@@ -10,13 +10,14 @@ CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help setup run demo bench docs test browser screenshots test-gpu support lint types format clean
+.PHONY: help setup run demo bench docs test browser screenshots test-slow test-gpu support lint types format clean
 
 help:
 	@echo "make run       an embedded tiny pipeline, eager and accelerated, side by side"
 	@echo "make demo      the same in a browser: your prompt, your model (ARGS='--model ID --capture-shapes 512x512')"
 	@echo "make docs      the documentation, into out/docs; a warning is an error"
 	@echo "make test      lint, types and tests, as CI does"
+	@echo "make test-slow the rest of them: quantised weights, variants of pipelines"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make support   try every denoiser of diffusers; writes SUPPORT.md"
 	@echo "make bench     one denoiser call a family and shape: eager, breakable, full"
@@ -46,7 +47,7 @@ docs: $(READY)
 # One torch thread a worker: two workers with a pool each would fight for the two cores.
 # Without Chromium, the tests of the demo's page fail in CI; elsewhere they are left out, and it is said.
 test: lint types browser
-	@marks="not gpu"; $(CHROMIUM) || [ -n "$$CI" ] || { marks="not gpu and not browser"; \
+	@marks="not gpu and not slow"; $(CHROMIUM) || [ -n "$$CI" ] || { marks="not gpu and not slow and not browser"; \
 		echo "NOT RUN: tests/test_demo_browser.py, which needs chromium and chromium-driver"; }; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "$$marks" $(ARGS)
 
@@ -61,6 +62,10 @@ browser:
 
 screenshots: $(READY) browser
 	PYTHONPATH=.:tests $(PY) tests/screenshots.py
+
+# Kinds of quantised weights and 45 variants of pipelines: more CPU than ten minutes of CI have room for.
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "slow and not gpu" $(ARGS)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -q -m gpu $(ARGS)

@@ -30,6 +30,8 @@ from diffgraph.tensors import tensors_in
 
 # -- each kind: quantise a denoiser's blocks in place
 
+pytestmark = pytest.mark.slow
+
 
 def by_torchao(config):
     def act(module):

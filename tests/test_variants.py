@@ -19,6 +19,8 @@ from pipelines import variants
 EXACT_LENGTHS = {"ZImageOmniPipeline"}
 STEPS = {"SanaSprintPipeline": 2, "SanaSprintImg2ImgPipeline": 2, "StableDiffusionXLImg2ImgPipeline": 12}
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def small_edits(monkeypatch):
