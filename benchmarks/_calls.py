@@ -31,6 +31,11 @@ class DenoiserCall:
     @classmethod
     def of(cls, pipe: Any, family: str, shape: str, **options: Any) -> DenoiserCall:
         """The first call that `pipe` makes at `shape` (`512x512`, `480x832x17`); options as `pipelines.inputs` takes them."""
+        return cls.first(pipe, inputs(pipe, family, shape, **options))
+
+    @classmethod
+    def first(cls, pipe: Any, given: dict[str, Any]) -> DenoiserCall:
+        """The first call that `pipe` makes when it is given these arguments."""
         module = next(iter(denoisers(pipe).values()))
         seen: list[tuple[Any, Any]] = []
 
@@ -40,7 +45,7 @@ class DenoiserCall:
 
         hook = module.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            pipe(**inputs(pipe, family, shape, **options), num_inference_steps=2, output_type="latent")
+            pipe(**given, num_inference_steps=2, output_type="latent")
         finally:
             hook.remove()
         return cls(module, *seen[0])

@@ -11,6 +11,7 @@ import diffusers
 import torch
 
 import diffgraph
+from benchmarks import _table
 
 Row = dict[str, Any]
 _KEY = ("what", "family", "shape", "mode", "loras", "quantized")
@@ -33,6 +34,10 @@ class Results:
             if found != self.head:
                 raise SystemExit(f"{self.path} was measured with {found}, this is {self.head}; give another --out")
             self.rows = data["rows"]
+
+    def table(self, rows: list[Row], columns: dict[str, str]) -> str:
+        """For people: these rows, under the machine and the versions."""
+        return f"{self.head['machine']}, {self.head['versions']}\n{_table.table(rows, columns)}"
 
     def add(self, rows: list[Row]) -> None:
         new = {_key(row) for row in rows}

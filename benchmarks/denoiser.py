@@ -19,7 +19,6 @@ from benchmarks._calls import DenoiserCall, difference, is_finite
 from benchmarks._measure import MIB, call_ms, release, seconds, submit_ms
 from benchmarks._replay import boundaries, runner_work
 from benchmarks._results import Results, Row
-from benchmarks._table import table
 from diffgraph import Reason
 
 MODES = ("eager", "breakable", "full")
@@ -199,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         release()
         print(f"{family}: done after {monotonic() - start:.0f} s", file=sys.stderr)
     if rows:
-        print(f"{results.head['machine']}, {results.head['versions']}")
-        print(table(rows, COLUMNS))
+        print(results.table(rows, COLUMNS))
     if options.device == "cuda":  # a tape has no launches
         print(*[explain(row) for row in rows if "gap_us_a_break" in row], sep="\n")
     return 1 if failed else 0

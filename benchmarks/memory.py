@@ -14,7 +14,6 @@ from benchmarks import _cli
 from benchmarks._calls import DenoiserCall, difference
 from benchmarks._measure import MIB, release
 from benchmarks._results import Results, Row
-from benchmarks._table import table
 from benchmarks.denoiser import capture_seconds, replays, worst
 from diffgraph import CaptureShape
 
@@ -79,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(options.out, options.device)
     rows = rows_of(_cli.build(options.family, options), options.family, options.sizes)
     results.add(rows)
-    print(f"{results.head['machine']}, {results.head['versions']}")
-    print(table(rows, COLUMNS))
+    print(results.table(rows, COLUMNS))
     first, last = rows[0], rows[-1]
     together, alone = (f"{row['pool_mib']:.0f} MiB" for row in (last, first))
     print(f"{len(rows)} sizes in one pool: {together}; {first['shape']} alone: {alone}")

@@ -15,7 +15,6 @@ from benchmarks import _cli
 from benchmarks._calls import difference, inputs, is_finite
 from benchmarks._measure import MIB, release, seconds
 from benchmarks._results import Results, Row
-from benchmarks._table import table
 
 SHORT = 2  # steps: of each signature, the first call is warm-up and the second is recorded
 COLUMNS = {
@@ -115,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.add(measured)
         rows += measured
         release()
-    print(f"{results.head['machine']}, {results.head['versions']}")
-    print(table(rows, COLUMNS))
+    print(results.table(rows, COLUMNS))
     return 0
 
 

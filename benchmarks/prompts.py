@@ -16,7 +16,6 @@ from benchmarks import _cli
 from benchmarks._calls import DenoiserCall, inputs
 from benchmarks._measure import call_ms, release
 from benchmarks._results import Results, Row
-from benchmarks._table import table
 from diffgraph.compare import same_bits
 from diffgraph.families.base import rows
 from diffgraph.options import Options
@@ -47,7 +46,7 @@ class Case:
         self.options = options
 
     def row(self, length: int) -> Row:
-        call = self._call(length)
+        call = DenoiserCall.first(self.pipe, self._given(length))
         eager = call()
         exact_ms, _ = self._measured(call, None)
         bucket_ms, found = self._measured(call, "auto")
@@ -58,21 +57,6 @@ class Case:
         row |= {"eager_ms": median(call_ms(call, 3, call.device)), "cost": 100 * (median(bucket_ms) / exact - 1)}
         row |= {"difference": _distance(found, eager), "equal": same_bits(found, eager), "masked": self._masked(call, eager)}
         return row | {"psnr": self._psnr(length) if self.options.steps else None}
-
-    def _call(self, length: int) -> DenoiserCall:
-        given = self._given(length)
-        seen: list[DenoiserCall] = []
-
-        def note(module: Any, args: Any, kwargs: Any) -> None:
-            seen.append(DenoiserCall(module, args, dict(kwargs)))
-
-        module = self.pipe.transformer
-        hook = module.register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            self.pipe(**given, num_inference_steps=2, output_type="latent")
-        finally:
-            hook.remove()
-        return seen[0]
 
     def _given(self, length: int) -> dict[str, Any]:
         limit = {"max_sequence_length": 1024} if length > 512 else {}  # longer ones are cut at the pipelines' default
@@ -148,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(case.row(length))
             results.add(rows[-1:])
         release()
-    print(f"{results.head['machine']}, {results.head['versions']}")
-    print(table(rows, COLUMNS))
+    print(results.table(rows, COLUMNS))
     return 0
 
 

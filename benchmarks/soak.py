@@ -30,7 +30,6 @@ from benchmarks._soak import memory
 from benchmarks._soak.acts import ACTS, Act, World, is_unforeseen
 from benchmarks._soak.subject import FAMILIES, Subject, variants
 from benchmarks._soak.tally import Tally
-from benchmarks._table import table
 from diffgraph import startup
 
 EPOCH = 50
@@ -211,8 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     soak.run(seconds=options.seconds, steps=options.steps, start=options.start)
     row = soak.row()
     results.add([row])
-    print(f"{results.head['machine']}, {results.head['versions']}")
-    print(table([row], COLUMNS))
+    print(results.table([row], COLUMNS))
     print(f"eager because: {row['reasons']}\nfaults: {row['faults_by_kind']}")
     for line in soak.tally.failures:
         print(line)
