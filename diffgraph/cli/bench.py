@@ -8,7 +8,7 @@ from typing import Any
 from diffgraph.cli import models
 from diffgraph.cli.errors import UsageError
 from diffgraph.cli.screen import MIB, console, print_json, table, working
-from diffgraph.cli.shape_options import shapes_of
+from diffgraph.cli.shape_options import add_measuring, measured_shapes
 
 BACKENDS = ("breakable", "full")
 COLUMNS = ("shape", "denoiser", "backend", "ms", "speed-up", "segments", "breaks", "memory MiB", "bit-equal", "eager because")
@@ -16,19 +16,15 @@ COLUMNS = ("shape", "denoiser", "backend", "ms", "speed-up", "segments", "breaks
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
-    parser.add_argument("--shapes", metavar="SHAPES", help="512x512,768x512@batch=2 or a file (default: the model's usual one)")
+    add_measuring(parser, repeats="timed calls of each", json="rows as JSON")
     parser.add_argument("--backends", default=",".join(BACKENDS), help="those to compare with eager")
-    parser.add_argument("--repeats", type=int, default=10, help="timed calls of each")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     backends = [name.strip() for name in options.backends.split(",") if name.strip()]
     if not backends or any(name not in BACKENDS for name in backends):
         raise UsageError(f"--backends is {options.backends!r}; accepted: {', '.join(BACKENDS)}")
-    if options.repeats < 2:
-        raise UsageError(f"--repeats is {options.repeats}; accepted: at least 2")
-    shapes = shapes_of([options.shapes]) if options.shapes is not None else None
+    shapes = measured_shapes(options)
     screen = None if options.json else console()
     with working(f"loading {options.model}"):
         model = models.load(options)

@@ -11,9 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from diffgraph.cli import models
-from diffgraph.cli.errors import UsageError
 from diffgraph.cli.screen import MIB, console, print_json, table, working
-from diffgraph.cli.shape_options import shapes_of
+from diffgraph.cli.shape_options import add_measuring, measured_shapes
 
 NO_GPU = (
     "No GPU here: breaks, host reads, refused state and whether it can be recorded are as they would be on one; times, idle "
@@ -23,18 +22,14 @@ NO_GPU = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
-    parser.add_argument("--shapes", metavar="SHAPES", help="512x512,768x512@batch=2 or a file (default: the model's usual one)")
+    add_measuring(parser, repeats="timed calls, eager and recorded each", json="everything that was found, as JSON")
     parser.add_argument("--prompt", help="the prompt to try with (default: one of the library's)")
-    parser.add_argument("--repeats", type=int, default=10, help="timed calls, eager and recorded each")
-    parser.add_argument("--json", action="store_true", help="everything that was found, as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     from diffgraph.cli.diagnosis import DIFFERENT
 
-    if options.repeats < 2:
-        raise UsageError(f"--repeats is {options.repeats}; accepted: at least 2")
-    shapes = shapes_of([options.shapes]) if options.shapes is not None else None
+    shapes = measured_shapes(options)
     screen = None if options.json else console()
     with working(f"loading {options.model}"):
         model = models.load(options)

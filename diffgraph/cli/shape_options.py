@@ -13,6 +13,20 @@ from diffgraph.shapes import CaptureShape, load_shapes
 _FILES = (".json", ".yaml", ".yml")
 
 
+def add_measuring(parser: argparse.ArgumentParser, repeats: str, json: str) -> None:
+    """Of the commands that time a model at some shapes: `--shapes`, `--repeats` and `--json`, with what the last two mean."""
+    parser.add_argument("--shapes", metavar="SHAPES", help="512x512,768x512@batch=2 or a file (default: the model's usual one)")
+    parser.add_argument("--repeats", type=int, default=10, help=repeats)
+    parser.add_argument("--json", action="store_true", help=json)
+
+
+def measured_shapes(options: argparse.Namespace) -> list[CaptureShape] | None:
+    """What `--shapes` names; `None` for the model's usual one. Raises `UsageError` for that or for too few `--repeats`."""
+    if options.repeats < 2:
+        raise UsageError(f"--repeats is {options.repeats}; accepted: at least 2")
+    return shapes_of([options.shapes]) if options.shapes is not None else None
+
+
 def shapes_of(texts: list[str]) -> list[CaptureShape]:
     """The unique shapes that texts name, largest first; a text that ends like a file is read."""
     found: list[CaptureShape] = []
