@@ -80,7 +80,7 @@ def measured() -> str:
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, "
         "published "
-        "sizes with random weights; one denoiser call, medians of one run. "
+        "sizes with random weights; one denoiser call; a row's figures are medians of one run. "
         "What is gained depends on how fast the host's Python is, which varied: the last column is from another run. "
         "Every output is equal to eager's, to the bit.",
         "",
@@ -141,7 +141,7 @@ def spent(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _span(values: Iterable[float], digits: int = 1) -> str:
-    found = sorted(values)
+    found = sorted(round(value, digits) + 0.0 for value in values)  # not -0.0
     return f"{found[0]:.{digits}f}–{found[-1]:.{digits}f}"
 
 

@@ -184,7 +184,6 @@ _SDXL_CONTROL = _of(
     "up_block_types",
     conditioning_embedding_out_channels=(4, 4, 8, 8),
 )
-_SDXL_UNION = {**_SDXL_CONTROL, "num_control_type": 2, "num_trans_channel": 16, "num_trans_head": 2, "num_proj_channel": 16}
 _ADAPTER = {"channels": [16, 32, 32, 32], "num_res_blocks": 1, "downscale_factor": 16, "adapter_type": "full_adapter_xl"}
 _FLUX = diffusers.FluxTransformer2DModel
 

@@ -13,6 +13,17 @@ from diffgraph.compare import same_bits
 SETTLED = ["unseen_signature", "capture", "replay", "replay"]
 
 
+class Net(torch.nn.Module):
+    """One layer and one attention: two segments around a break."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x, scale=1.0):
+        return torch.nn.functional.scaled_dot_product_attention(*[self.layer(x)] * 3) * scale
+
+
 def accelerated(module, **options):
     """Poison is on: what reads a dead intermediate gives NaN."""
     return diffgraph.accelerate_module(module.eval(), **{"poison": True, **options})

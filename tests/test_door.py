@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from _toys import Net
 
 import diffgraph
 import pipelines
@@ -15,15 +16,6 @@ def pipe():
     pipe = pipelines.build("flux", "tiny")
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 8)
-
-    def forward(self, x, scale=1.0):
-        return torch.nn.functional.scaled_dot_product_attention(*[self.layer(x)] * 3) * scale
 
 
 def latents(pipe, prompt="a red cat", height=64, width=64, seed=0, **kwargs):

@@ -8,21 +8,13 @@ import time
 
 import pytest
 import torch
+from _toys import Net
 
 import diffgraph
 import pipelines
 from diffgraph import ranges
 from diffgraph.devices import new_pool
 from diffgraph.sequence import GraphSequence
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 8)
-
-    def forward(self, x, scale=1.0):
-        return torch.nn.functional.scaled_dot_product_attention(*[self.layer(x)] * 3) * scale
 
 
 def net(**options):

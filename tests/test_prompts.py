@@ -60,19 +60,21 @@ def z_image_call(*lengths: int, seed: int = 0) -> dict:
     }
 
 
+TWO_LAYERS = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "text_embed_dim": 32,
+    "time_embed_dim": 16,
+    "condition_dim": 8,
+}
+
+
 def cogview4() -> torch.nn.Module:
     torch.manual_seed(0)
-    return diffusers.CogView4Transformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        text_embed_dim=32,
-        time_embed_dim=16,
-        condition_dim=8,
-        rope_axes_dim=(16, 16),
-    ).eval()
+    return diffusers.CogView4Transformer2DModel(**TWO_LAYERS, rope_axes_dim=(16, 16)).eval()
 
 
 def cogview4_call(*lengths: int, mask: bool = False, seed: int = 0) -> dict:
@@ -94,17 +96,7 @@ def cogview4_call(*lengths: int, mask: bool = False, seed: int = 0) -> dict:
 
 def glm_image() -> torch.nn.Module:
     torch.manual_seed(0)
-    return diffusers.GlmImageTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        text_embed_dim=32,
-        time_embed_dim=16,
-        condition_dim=8,
-        prior_vq_quantizer_codebook_size=16,
-    ).eval()
+    return diffusers.GlmImageTransformer2DModel(**TWO_LAYERS, prior_vq_quantizer_codebook_size=16).eval()
 
 
 def glm_image_call(*lengths: int, mask: bool = False, seed: int = 0) -> dict:
