@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diffgraph.blocks import BlockCompiler
 from diffgraph.capture import Recording, capture
 from diffgraph.compare import close
 from diffgraph.current import foreign_capture, intercepted, open_recorder
@@ -73,6 +74,7 @@ class Runner:
         self.table = Table(name, self.positional)
         self._state = State(options, self.positional)
         self._break_ops: set[Any] = set()  # which failed to be recorded
+        self._compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)
         self._paused = 0
         self._paid = 0  # recordings that have
         self._thread = threading.local()
@@ -334,6 +336,7 @@ class Runner:
                 breaks=self.options.breaks,
                 more_breaks=entry.values.breaks,
                 break_ops=self._break_ops,
+                compiler=self._compiler,
             )
         except OpNotRecordable as error:
             if error.op in self._break_ops:
@@ -427,7 +430,7 @@ class Runner:
             pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
         try:
-            same = is_same(replayed, output, module, self._run_forward, call) and recording.did(args, kwargs)
+            same = is_same(replayed, output, recording, module, self._run_forward, call) and recording.did(args, kwargs)
             reason = self._distrust(visit, recording, same, replay_ms, eager_ms)
         except torch.OutOfMemoryError:  # of the comparison, which needs memory of its own
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)

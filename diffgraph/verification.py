@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffgraph.capture import Forward, Recording, padded_forward
+from diffgraph.capture import Forward, Recording
 from diffgraph.compare import close, same_bits
 from diffgraph.signature import Call
 
@@ -15,14 +15,16 @@ from diffgraph.signature import Call
 MAX_SLOWER = 1.03
 
 
-def is_same(replayed: Any, output: Any, module: torch.nn.Module, forward: Forward, call: Call) -> bool:
+def is_same(
+    replayed: Any, output: Any, recording: Recording, module: torch.nn.Module, forward: Forward, call: Call
+) -> bool:
     """Whether a replay of `call` gave eager's `output`, to the bit. Where a prompt is padded, a matrix product of another shape
-    may take another kernel: then close to it, and equal to the bit to what the padded forward gives unrecorded."""
+    may take another kernel, and compiled blocks round otherwise: then close to it, and equal to the bit to what the forward that
+    was recorded, padded and compiled, gives unrecorded."""
     if same_bits(replayed, output):
         return True
-    if call.prompt is None or not call.prompt.is_padded or not close(replayed, output):
-        return False
-    return same_bits(replayed, padded_forward(module, forward, call))
+    rounds = recording.compilation is not None or (call.prompt is not None and call.prompt.is_padded)
+    return rounds and close(replayed, output) and same_bits(replayed, recording.unrecorded(module, forward))
 
 
 def is_slower(recording: Recording, replay: Callable[[], Any], replay_ms: float | None, eager_ms: float | None) -> bool:
