@@ -16,6 +16,8 @@ from torch.utils._device import DeviceContext
 from diffgraph.current import open_recorder
 from diffgraph.errors import CaptureError
 from diffgraph.pieces import Backend, Tally
+from diffgraph.signature import Signature
+from diffgraph.tensors import has_plain_memory, map_tensors
 
 logger = logging.getLogger("diffgraph")
 
@@ -49,15 +51,22 @@ class BlockCompiler:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._backend = Backend(given)
+        self._first: Signature | None = None
         self._failures: set[str] = set()  # that were told
 
-    def compile(self, module: torch.nn.Module, forward: Callable[[], Any]) -> Compilation:
-        """Run `forward` inside `placed`, which compiles what is not compiled yet for its sizes; kernels load and are chosen.
+    def compile(self, module: torch.nn.Module, signature: Signature, forward: Callable[[], Any]) -> Compilation:
+        """Run `forward`, made inside `placed`: what is not compiled yet for its sizes is, and kernels load and are chosen.
 
+        The first signature is compiled for its very sizes, though blocks may differ in theirs; the others share what is compiled
+        for any size, unless the options say otherwise.
         Raises whatever the compiler does, and `CaptureError` where it leaves a block uncompiled, or there is none.
         """
+        import torch._dynamo as dynamo
+
+        self._first = self._first or signature
         start, compiles, entered = perf_counter(), Tally.compiles, Tally.entered
-        forward()
+        with dynamo.config.patch(automatic_dynamic_shapes=signature != self._first):
+            forward()
         if Tally.entered == entered:
             raise CaptureError(f"no repeated block of {type(module).__name__} could be compiled")
         return Compilation(Tally.compiles - compiles, perf_counter() - start)
@@ -98,6 +107,7 @@ class BlockCompiler:
             if recorder is not None and recorder.in_break:  # which runs at replay as it is
                 return block._call_impl(*args, **kwargs)
             entered = Tally.entered
+            args, kwargs = map_tensors(_uniform, (args, kwargs))
             with _out_of_modes():
                 result = compiled(*args, **kwargs)
             if Tally.entered == entered:
@@ -128,6 +138,15 @@ _GLOBAL_HOOKS = (
     torch.nn.modules.module._global_forward_hooks,
     torch.nn.modules.module._global_forward_pre_hooks,
 )
+
+
+def _uniform(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, if it is dense, and with the strides that are usual then. The first block's input often is a transposed view,
+    the others' are not; code that is compiled for both is slower than the copy."""
+    if not has_plain_memory(tensor):
+        return tensor
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.contiguous().flatten().view(tensor.shape) if tensor.permute(by_stride).is_contiguous() else tensor
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class Recording:
         return [module for module in found if module is not None]
 
     def unrecorded(self, module: torch.nn.Module, forward: Forward) -> Any:
-        """The forward that this is of, on the inputs of the last run: the same ops on the same shapes."""
+        """The forward that this is of, on the inputs that it was last given: the same ops on the same shapes, in the same state."""
         assert self._around is not None
         args, kwargs = self.inputs.call()
         with self._around.placed(module, self.padding), precision():
@@ -221,15 +221,22 @@ def _recorded(
     recording = Recording(inputs, sequence, around)
     recording.padding = None if call.prompt is None else call.prompt.padding()
     rng = sequence.pool.rng_state()
-    with around.placed(module, recording.padding):
-        if around.compiler is not None:
-            recording.compilation = _compiled(module, forward, recording, around.compiler, rng)
-        args, kwargs = inputs.call()
-        weights = chain(module.parameters(), module.buffers())
-        with record(sequence, weights=weights, inputs=inputs.tensors, **rules) as recorder:
-            output = map_leaves(_settled, forward(*args, **kwargs), objects=True)
-            changed = inputs.changed(args, kwargs)
-            _check_outputs((output, changed and changed[0]))
+    if around.compiler is not None:
+        recording.compilation = around.compiler.compile(
+            module, call.signature, lambda: recording.unrecorded(module, forward)
+        )
+        if recording.pool.drew(rng):
+            recording.pool.set_rng_state(rng)
+            raise CaptureError("the forward draws random numbers, which compiled code draws from elsewhere")
+    args, kwargs = inputs.call()
+    weights = chain(module.parameters(), module.buffers())
+    with (
+        around.placed(module, recording.padding),
+        record(sequence, weights=weights, inputs=inputs.tensors, **rules) as recorder,
+    ):
+        output = map_leaves(_settled, forward(*args, **kwargs), objects=True)
+        changed = inputs.changed(args, kwargs)
+        _check_outputs((output, changed and changed[0]))
     recording.wrote_inputs = bool(recorder.written)
     recording._set_outputs(output, changed, recorder.is_born)
     recording.draws = recording.pool.drew(rng)
@@ -238,19 +245,6 @@ def _recorded(
     del output, args, kwargs, changed
     recording.escaped = recorder.escaped()
     return recording, result
-
-
-def _compiled(
-    module: torch.nn.Module, forward: Forward, recording: Recording, compiler: BlockCompiler, rng: Any
-) -> Compilation:
-    """The compiled forward's warm-up, on the very tensors and in the very state that it is recorded with."""
-    args, kwargs = recording.inputs.call()
-    with precision():
-        found = compiler.compile(module, lambda: forward(*args, **kwargs))
-    if recording.pool.drew(rng):
-        recording.pool.set_rng_state(rng)
-        raise CaptureError("the forward draws random numbers, which compiled code draws from elsewhere")
-    return found
 
 
 def _settled(leaf: Any) -> Any:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from diffgraph.blocks import BlockCompiler
 from diffgraph.errors import OptionError, OptionTypeError
+from diffgraph.pieces import Backend
 
 BACKENDS = ("breakable", "full", "eager")
 _COMPILE = ("backend", "mode", "options", "dynamic")
@@ -111,7 +111,7 @@ def _compile(value: Any, backend: str) -> Mapping[str, Any] | None:
         raise OptionError("backend='eager' records nothing, so nothing is compiled; accepted with it: compile_blocks=False")
     if given.get("mode") is not None and given.get("options") is not None:
         raise OptionError(f"compile_blocks is {value!r}; accepted: either mode or options")
-    BlockCompiler(given)
+    Backend(given)
     return given
 
 
