@@ -19,6 +19,7 @@ from diffgraph.errors import CaptureError, OptionError
 from diffgraph.tensors import tensors_in
 from diffgraph.tree import map_leaves
 
+COMPILER = "inductor"  # unless another is asked for
 #: Of a function that is a break: the name of an attribute, a `Layout`.
 LAYOUT = "_diffgraph_layout"
 
@@ -57,7 +58,7 @@ class Backend:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.dynamic = given.get("dynamic")
-        backend, mode, options = given.get("backend", "inductor"), given.get("mode"), given.get("options")
+        backend, mode, options = given.get("backend", COMPILER), given.get("mode"), given.get("options")
         inner: Any = torch
         try:
             if backend == "inductor":

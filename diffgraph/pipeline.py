@@ -228,6 +228,8 @@ def _check_shared(modules: dict[str, torch.nn.Module], options: Options) -> None
     for name, module in modules.items():
         break_points.check(module, options.breaks)
         runner = _runner(module)
+        if options.compile_blocks is not None and runner is None and module.__dict__.get("_compiled_call_impl") is not None:
+            raise OptionError(f"the {name} is compiled already; accepted with it: compile_blocks=False")
         if runner is not None and runner.options != options:
             raise OptionError(
                 f"the {name} is shared with a pipeline that was accelerated with other options: {runner.options}; "
