@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from diffgraph.current import open_recorder
@@ -157,6 +156,7 @@ def _out_of_modes() -> Iterator[None]:
     with ExitStack() as stack:
         if functions and type(functions[-1]) is not DeviceContext:
             stack.enter_context(torch.overrides._pop_mode_temporarily())
-        if open_recorder() is not None and _python_dispatch._get_current_dispatch_mode() is open_recorder():
-            stack.enter_context(_python_dispatch._pop_mode_temporarily())
+        recorder = open_recorder()
+        if recorder is not None:
+            stack.enter_context(recorder.left())
         yield

@@ -14,7 +14,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -324,11 +324,22 @@ class Recorder(TorchDispatchMode):
         """Out of the way of what a break calls: it runs as if no capture were open (and may compile, which a mode prevents)."""
         self.in_break = True
         try:
-            ours = _python_dispatch._get_current_dispatch_mode() is self
-            with self._writes_noted(name), _python_dispatch._pop_mode_temporarily() if ours else nullcontext():
+            with self._writes_noted(name), self.left():
                 yield
         finally:
             self.in_break = False
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Inside, this mode sees no op, and neither does Dynamo see a mode: its guards ask for flags that popping it would leave."""
+        if _python_dispatch._get_current_dispatch_mode() is not self:
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     @contextmanager
     def _writes_noted(self, name: str) -> Iterator[None]:
