@@ -22,6 +22,7 @@ logger = logging.getLogger("diffgraph")
 
 #: Dynamo runs eagerly what it has compiled so many times, by default 8: one piece of code may see many sizes, LoRAs and block kinds.
 _RECOMPILES = 512
+_LONGEST = 240  # reason, in characters
 
 
 class Compilation(NamedTuple):
@@ -72,7 +73,7 @@ class BlockCompiler:
 
     def failed(self, module: torch.nn.Module, error: Exception) -> str:
         """Say so, once; returns why in one line."""
-        text = next(filter(None, str(error).splitlines()), "") or repr(error)
+        text = " ".join(str(error).partition("\n\n")[0].split())[:_LONGEST] or repr(error)
         if text not in self._failures:
             self._failures.add(text)
             logger.warning("the blocks of this %s are recorded uncompiled: %s", type(module).__name__, error)
@@ -88,6 +89,7 @@ class BlockCompiler:
 
         blocks = {id(block): self._stand_in(block) for block in repeated_blocks(module) if _is_plain(block)}
         limits = {"recompile_limit": _RECOMPILES, "accumulated_recompile_limit": 8 * _RECOMPILES}
+        # Whatever would have a block run as it is, in part or whole, raises.
         strict = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "specialize_float": True}
         # `Module.__call__` asks this before its own way; a module that was compiled by its owner has one of its own.
         was = torch.nn.Module._compiled_call_impl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -222,12 +223,14 @@ def _recorded(
     recording.padding = None if call.prompt is None else call.prompt.padding()
     rng = sequence.pool.rng_state()
     if around.compiler is not None:
-        recording.compilation = around.compiler.compile(
-            module, call.signature, lambda: recording.unrecorded(module, forward)
-        )
-        if recording.pool.drew(rng):
-            recording.pool.set_rng_state(rng)
-            raise CaptureError("the forward draws random numbers, which compiled code draws from elsewhere")
+        warm_up = partial(recording.unrecorded, module, forward)
+        recording.compilation = around.compiler.compile(module, call.signature, warm_up)
+        if sequence.pool.drew(rng):
+            sequence.pool.set_rng_state(rng)
+            warm_up()  # was it the compiler, trying kernels?
+        if sequence.pool.drew(rng):
+            sequence.pool.set_rng_state(rng)
+            raise CaptureError("the forward draws random numbers, which compiled code would draw from elsewhere")
     args, kwargs = inputs.call()
     weights = chain(module.parameters(), module.buffers())
     with (

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from diffgraph.ambient import Ambient
 from diffgraph.current import open_recorder
 from diffgraph.errors import CaptureError, OptionError
 from diffgraph.tensors import tensors_in
-from diffgraph.tree import map_leaves
+from diffgraph.tree import flatten, map_leaves
 
 COMPILER = "inductor"  # unless another is asked for
 #: Of a function that is a break: the name of an attribute, a `Layout`.
@@ -74,6 +75,9 @@ class Backend:
         """Then Dynamo takes what the other has compiled."""
         return isinstance(other, Backend) and self._compile == other._compile
 
+    def __repr__(self) -> str:
+        return str(self._compile.compiler_name)
+
     __hash__ = None  # type: ignore[assignment]
 
     def __call__(self, graph: GraphModule, _: Any) -> Callable[..., Any]:
@@ -91,30 +95,36 @@ class Backend:
         return entered
 
     def _piece(self, part: Any) -> Piece:
+        """Raises `CaptureError` for what a capture must look into: a recording would bake what the host reads."""
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
         given = [node.meta["example_value"] for node in part.graph.find_nodes(op="placeholder")]
         (output,) = part.graph.find_nodes(op="output")
         is_single = not isinstance(output.args[0], tuple)
         if is_single:  # compilers want a tuple
             output.args = ((output.args[0],),)
             part.recompile()
-        devices = {t.device.type for n in part.graph.nodes for t in tensors_in(n.meta.get("example_value"))}
+        values = [node.meta.get("example_value") for node in part.graph.nodes]
+        devices = {tensor.device.type for tensor in tensors_in(values)}
         if len(devices) > 1:
-            raise CaptureError(f"a block works on {' and '.join(sorted(devices))} at once: what the host reads would be baked")
-        return Piece(self._compile(part, given), is_single)
+            raise CaptureError(f"a block works on {' and '.join(sorted(devices))} at once")
+        if any(free_unbacked_symbols(value) for value in flatten(values)[0]):
+            raise CaptureError("a block reads values on the host, or sizes that depend on values")
+        return Piece(self._compile(part, given), is_single, Ambient.now(next(iter(devices), "cpu")))
 
 
 class Piece:
     """Compiled code between two breaks."""
 
-    def __init__(self, compiled: Callable[..., Any], is_single: bool) -> None:
-        self._compiled, self._is_single = compiled, is_single
+    def __init__(self, compiled: Callable[..., Any], is_single: bool, ambient: Ambient) -> None:
+        self._compiled, self._is_single, self._ambient = compiled, is_single, ambient
 
     def __call__(self, *args: Any) -> Any:
         recorder = open_recorder()
         return self.run(*args) if recorder is None else recorder.run_piece(self.run, args)
 
     def run(self, *args: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():  # as it was compiled; a tape replays in inference mode
+        with self._ambient.precision(), torch.no_grad():  # as it was compiled: a tape replays in another state
             results = self._compiled(*args)
         return results[0] if self._is_single else results
 

@@ -17,7 +17,6 @@ import torch
 
 from diffgraph.blocks import BlockCompiler
 from diffgraph.capture import Recording, capture
-from diffgraph.compare import close
 from diffgraph.current import foreign_capture, intercepted, open_recorder
 from diffgraph.devices import Pool
 from diffgraph.entry import PAYS_AFTER, Entry
@@ -35,7 +34,7 @@ from diffgraph.signature import Call, Refused
 from diffgraph.state import State
 from diffgraph.table import Table
 from diffgraph.traffic import asked_shape
-from diffgraph.verification import is_same, is_slower
+from diffgraph.verification import is_close, is_same, is_slower
 
 logger = logging.getLogger("diffgraph")
 
@@ -387,7 +386,7 @@ class Runner:
         """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
         if recording.wrote_inputs or recording.left is not None:
             return Reason.SIDE_EFFECTS
-        if self.options.verify and not close(output, self._eager(visit.module, visit.args, visit.kwargs)):
+        if self.options.verify and not is_close(output, self._eager(visit.module, visit.args, visit.kwargs), visit.module):
             return Reason.VERIFY_FAILED
         return None
 
