@@ -20,7 +20,7 @@ from diffgraph.tensors import has_plain_memory, map_tensors
 
 logger = logging.getLogger("diffgraph")
 
-#: Dynamo runs eagerly what it has compiled so many times, by default 8: one piece of code may see many sizes, LoRAs and block kinds.
+#: What was compiled so many times Dynamo runs eagerly, by default 8. One block may see many sizes and LoRAs.
 _RECOMPILES = 512
 _LONGEST = 240  # reason, in characters
 
@@ -33,7 +33,7 @@ class Compilation(NamedTuple):
 
 
 def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those of the classes that a diffusers model names in `_repeated_blocks`; else what lists of one class hold, outermost first."""
+    """Of the classes that a diffusers model names in `_repeated_blocks`; else what lists of one class hold, outermost first."""
     names = getattr(module, "_repeated_blocks", None) or ()
     return [m for m in module.modules() if type(m).__name__ in names] or list(_listed(module))
 
@@ -95,7 +95,7 @@ class BlockCompiler:
         was = torch.nn.Module._compiled_call_impl
         torch.nn.Module._compiled_call_impl = _OfThread(blocks)  # type: ignore[assignment]
         try:
-            with dynamo.config.patch(**limits, **strict):
+            with dynamo.config.patch({**limits, **strict}):
                 yield
         finally:
             torch.nn.Module._compiled_call_impl = was

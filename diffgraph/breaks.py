@@ -102,7 +102,8 @@ def _node(
         return map_tensors(layout.of, original(*args, **kwargs))
 
     setattr(node, LAYOUT, layout)
-    return torch.compiler.allow_in_graph(node)
+    torch.compiler.allow_in_graph(node)
+    return node
 
 
 @contextmanager

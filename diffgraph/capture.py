@@ -67,7 +67,7 @@ class Recording:
         return [module for module in found if module is not None]
 
     def unrecorded(self, module: torch.nn.Module, forward: Forward) -> Any:
-        """The forward that this is of, on the inputs that it was last given: the same ops on the same shapes, in the same state."""
+        """The forward that this is of, on the inputs that it was last given: the same ops on the same shapes."""
         assert self._around is not None
         args, kwargs = self.inputs.call()
         with self._around.placed(module, self.padding), precision():

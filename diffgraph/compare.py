@@ -21,8 +21,8 @@ def same_bits(a: Any, b: Any) -> bool:
 
 def close(a: Any, b: Any, precision: float = 0.0) -> bool:
     """Whether two outputs are the same but for the rounding of other kernels: tensors within half the root of their dtype's
-    precision, relative, in the 2-norm (bf16: 0.044; float32: 1.7e-4), or of `precision`, if that is coarser. Measured on one H200,
-    Qwen-Image in bf16, random weights: another GEMM shape alone makes 0.017."""
+    precision, relative, in the 2-norm (bf16: 0.044; float32: 1.7e-4), or of `precision`, if that is coarser. Measured on one
+    H200, Qwen-Image in bf16, random weights: another GEMM shape alone makes 0.017."""
     a_leaves, a_spec = flatten(a, objects=True)
     b_leaves, b_spec = flatten(b, objects=True)
     return a_spec == b_spec and all(_close_leaf(x, y, precision) for x, y in zip(a_leaves, b_leaves, strict=True))

@@ -1,8 +1,8 @@
 """A backend for `torch.compile` that keeps breaks out of the compiler.
 
-Dynamo hands over a block's whole graph, in which a call of attention is one opaque node. The graph is cut there; each piece between
-two breaks is compiled, and is to an open capture what an op is: its results are born in the segment, its own memory is the pool's
-to reuse, and nothing else runs between pieces and breaks. So no Python of the block's is left that a capture could not see.
+Dynamo hands over a block's whole graph, in which a call of attention is one opaque node. The graph is cut there. Each piece
+between two breaks is compiled, and is to an open capture what an op is: its results are born in the segment, and its own memory
+is the pool's to reuse. Pieces and breaks are all there is: no Python of the block's runs between them, unseen by the capture.
 """
 
 from __future__ import annotations

@@ -109,9 +109,9 @@ def eager_on_graph(fn: F) -> F:
 def precision() -> Iterator[None]:
     """The thread's state in which a forward is recorded.
 
-    No gradients, but never inference mode: there a dispatch mode sees `linear` whole, and running it below autograd takes another
-    path than eager does (`matmul` folds by `requires_grad`), with other bits. And autocast keeps no weights that it has cast until
-    its block ends: memory of the pool, held by somebody else.
+    No gradients, but never inference mode: there a dispatch mode sees `linear` whole, and running it below autograd takes
+    another path than eager does (`matmul` folds by `requires_grad`), with other bits. And autocast keeps no weights that it has
+    cast until its block ends: memory of the pool, held by somebody else.
     """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -331,7 +331,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Inside, this mode sees no op, and neither does Dynamo see a mode: its guards ask for flags that popping it would leave."""
+        """Inside, this mode sees no op, and Dynamo no mode: its guards look at flags that popping the mode would leave."""
         if _python_dispatch._get_current_dispatch_mode() is not self:
             yield
             return

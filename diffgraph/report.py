@@ -21,8 +21,8 @@ _COMPILED_LATER = "was compiled after it was accelerated, so its calls are not r
 class SignatureReport:
     """One signature. `memory_bytes` is what its capture added to the pool; `reason`: why it has no recording.
 
-    With `compile_blocks`: how often its capture had to compile (`compiles`; 0: it fits what an earlier one has compiled; `None`: not
-    compiled), how many seconds that took, and why its blocks were recorded as they are (`uncompiled`).
+    With `compile_blocks`: how often its capture had to compile (`compiles`; 0: what an earlier one has compiled fits it; `None`:
+    not compiled), how many seconds that took, and why its blocks were recorded as they are (`uncompiled`).
     """
 
     label: str

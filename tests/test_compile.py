@@ -273,7 +273,11 @@ def test_under_inference_mode_and_autocast():
 
 @pytest.mark.parametrize(
     ("family", "blocks"),
-    [("sd3", {"JointTransformerBlock"}), ("pixart", {"BasicTransformerBlock"}), ("flux", {"FluxTransformerBlock", "FluxSingleTransformerBlock"})],
+    [
+        ("sd3", {"JointTransformerBlock"}),
+        ("pixart", {"BasicTransformerBlock"}),
+        ("flux", {"FluxTransformerBlock", "FluxSingleTransformerBlock"}),
+    ],
 )
 def test_repeated_blocks_are_declared_or_found(family, blocks):
     module = pipelines.build(family).transformer

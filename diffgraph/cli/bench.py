@@ -1,4 +1,4 @@
-"""One denoiser call, eager, breakable and as one whole graph, compiled if asked for: times, memory, whether the bits are equal."""
+"""One denoiser call, eager, breakable and as one whole graph, compiled or not: times, memory, whether the bits are equal."""
 
 from __future__ import annotations
 
