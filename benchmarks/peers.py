@@ -1,7 +1,7 @@
-"""One denoiser call in every way there is to make it fast: eager, torch.compile's modes, one whole graph, breakable, compiled blocks.
+"""One denoiser call in every way to make it fast: eager, torch.compile's modes, one whole graph, breakable, compiled blocks.
 
-Each mode starts with empty compiler caches. Its seconds to build are what its first calls take beyond as many settled ones; likewise
-the seconds that a second size, a second prompt length and a switch of LoRAs (with `--loras`) cost when they first come.
+Each mode starts with empty compiler caches. Its seconds to build are what its first calls take beyond as many settled ones;
+likewise the seconds that a second size, a second prompt length and a switch of LoRAs (with `--loras`) cost when they first come.
 """
 
 from __future__ import annotations

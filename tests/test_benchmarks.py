@@ -107,7 +107,7 @@ def test_a_table_aligns_text_left_and_numbers_right():
 
 def test_peers_are_measured_side_by_side_and_drawn(tmp_path):
     out, drawn = tmp_path / "cpu.json", tmp_path / "chart.svg"
-    modes = ["eager", "torch.compile:regional", "breakable", "breakable+compile"]
+    modes = ["eager", "torch.compile:regional", "breakable+compile"]
     options = ["--families", "pixart", "--modes", ",".join(modes), "--compiler", "eager", "--repeats", "2", "--pipeline", "2"]
     rows = run(peers, out, *options, "--second-shape", "32x32")
     assert [row["mode"] for row in rows] == modes
