@@ -108,6 +108,19 @@ def test_what_is_not_accelerated_says_so(pipe, verb):
         verb(pipe)
 
 
+def test_one_module_of_an_accelerated_pipeline_can_be_asked_about(pipe):
+    diffgraph.accelerate_pipeline(pipe)
+    latents(pipe)
+    assert diffgraph.report(pipe.transformer).to_dict() == diffgraph.report(pipe).to_dict()
+    with diffgraph.paused(pipe.transformer):
+        latents(pipe)
+    assert diffgraph.report(pipe).reasons["paused"] == 4
+    for verb in (diffgraph.restore_pipeline, diffgraph.capture):  # the pipeline's to decide
+        with pytest.raises(diffgraph.NotAcceleratedError, match="pass the pipeline"):
+            verb(pipe.transformer)
+    assert diffgraph.report(pipe).signatures[0].captured
+
+
 def test_a_module_of_ones_own_loop():
     module = Net().eval()
     assert diffgraph.accelerate_module(module) is module
