@@ -286,7 +286,9 @@ def test_what_start_up_did_not_record_is_said(pipe):
         diffgraph.accelerate_pipeline(pipe, capture_shapes=["64x64", "64x96"], max_graphs=1)
     assert len(caught) == 1
     latents(pipe, width=96)
-    assert list(diffgraph.report(pipe).unseen.values()) == []
+    latents(pipe)
+    report = diffgraph.report(pipe)
+    assert list(report.unseen.values()) == [] and report.reasons["evicted"] == 4
     latents(pipe, width=128)
     assert list(diffgraph.report(pipe).unseen.values()) == [4]
     assert "not recorded, 4 calls: transformer: " in str(diffgraph.report(pipe))
@@ -366,6 +368,7 @@ def test_no_more_than_max_graphs_are_kept_and_the_survivors_stay_right(pipe):
     for width in sizes * 3:
         assert torch.equal(latents(pipe, width=width), want[width])
         assert sum(s.captured for s in diffgraph.report(pipe).signatures) <= 2
+    assert diffgraph.report(pipe).reasons["evicted"] == 6  # at each return, which records it again
 
 
 def test_a_memory_limit_holds_on_the_cpu_too(pipe):
