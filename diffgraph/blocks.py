@@ -142,12 +142,13 @@ _GLOBAL_HOOKS = (
 
 
 def _uniform(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, if it is dense, and with the strides that are usual then. The first block's input often is a transposed view,
-    the others' are not; code that is compiled for both is slower than the copy."""
+    """Contiguous, if it is dense, with the strides that are usual then, and no view that Dynamo would look behind. The first block's
+    input often is a transposed view, the others' are not; code that is compiled for both is slower than the copy."""
     if not has_plain_memory(tensor):
         return tensor
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.contiguous().flatten().view(tensor.shape) if tensor.permute(by_stride).is_contiguous() else tensor
+    is_dense = tensor.permute(by_stride).is_contiguous()
+    return (tensor.contiguous().flatten().view(tensor.shape) if is_dense else tensor).detach()
 
 
 @contextmanager
