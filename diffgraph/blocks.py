@@ -22,6 +22,7 @@ logger = logging.getLogger("diffgraph")
 
 #: What was compiled so many times Dynamo runs eagerly, by default 8. One block may see many sizes and LoRAs.
 _RECOMPILES = 512
+_TRIES = 4
 _LONGEST = 240  # reason, in characters
 
 
@@ -52,7 +53,8 @@ class BlockCompiler:
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._backend = Backend(given)
         self._first: Signature | None = None
-        self._failures: set[str] = set()  # that were told
+        self._told: set[str] = set()
+        self._failures: list[str] = []  # in a row
 
     def compile(self, module: torch.nn.Module, signature: Signature, forward: Callable[[], Any]) -> Compilation:
         """Run `forward`, made inside `placed`: what is not compiled yet for its sizes is, and kernels load and are chosen.
@@ -63,21 +65,29 @@ class BlockCompiler:
         """
         import torch._dynamo as dynamo
 
+        if len(self._failures) >= _TRIES:  # it takes its time to fail
+            raise CaptureError(self._failures[-1])
         self._first = self._first or signature
         start, compiles, entered = perf_counter(), Tally.compiles, Tally.entered
         with dynamo.config.patch(automatic_dynamic_shapes=signature != self._first):
             forward()
         if Tally.entered == entered:
             raise CaptureError(f"no repeated block of {type(module).__name__} could be compiled")
+        self.forgive()
         return Compilation(Tally.compiles - compiles, perf_counter() - start)
 
     def failed(self, module: torch.nn.Module, error: Exception) -> str:
         """Say so, once; returns why in one line."""
         text = " ".join(str(error).partition("\n\n")[0].split())[:_LONGEST] or repr(error)
-        if text not in self._failures:
-            self._failures.add(text)
+        self._failures.append(text)
+        if text not in self._told:
+            self._told.add(text)
             logger.warning("the blocks of this %s are recorded uncompiled: %s", type(module).__name__, error)
         return text
+
+    def forgive(self) -> None:
+        """Try again, however often it has failed."""
+        self._failures = []
 
     @contextmanager
     def placed(self, module: torch.nn.Module) -> Iterator[None]:
@@ -142,8 +152,8 @@ _GLOBAL_HOOKS = (
 
 
 def _uniform(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, if it is dense, with the strides that are usual then, and no view that Dynamo would look behind. The first block's
-    input often is a transposed view, the others' are not; code that is compiled for both is slower than the copy."""
+    """Contiguous, if it is dense, with the strides that are usual then, and no view that Dynamo would look behind. The first
+    block's input often is a transposed view, the others' are not; code that is compiled for both is slower than the copy."""
     if not has_plain_memory(tensor):
         return tensor
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

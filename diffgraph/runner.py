@@ -503,6 +503,8 @@ class Runner:
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""
         self._state.forgive()
+        if self._compiler is not None:
+            self._compiler.forgive()
         for entry in self.table.all_entries():
             entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
             entry.values.forgive()

@@ -5,8 +5,10 @@ The compiler here is `aot_eager`, or one that rounds otherwise: then a result sh
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 
 import pytest
 import torch
@@ -164,6 +166,32 @@ def test_restored_nothing_is_left():
     from torch.nn.functional import scaled_dot_product_attention
 
     assert scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+def test_it_keeps_no_module_alive():
+    net = accelerated(Net())
+    steps(net, x_of())
+    gone = weakref.ref(net.blocks[0])
+    del net
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_compiler_that_always_fails_is_not_asked_for_ever():
+    asked = []
+
+    def fails(graph, _):
+        asked.append(1)
+        raise RuntimeError("no C++ here")
+
+    net = accelerated(Net(), fails)
+    for rows in range(5, 12):
+        assert steps(net, x_of(rows))[0][-1] == "replay"
+    assert len(asked) == 4
+    assert all("no C++ here" in row.uncompiled for row in rows_of(net))
+    diffgraph.capture(net)
+    steps(net, x_of())
+    assert len(asked) == 5
 
 
 def _attributes(net):
