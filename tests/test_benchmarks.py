@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import _table, chart, denoiser, memory, peers, pipeline
+from benchmarks import _table, chart, denoiser, memory, peers, pipeline, readme
 
 COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
 TINY = ["--size", "tiny", "--device", "cpu"]
@@ -105,7 +105,7 @@ def test_a_table_aligns_text_left_and_numbers_right():
     assert lines == ["name    ms   ok", "x     1.25  yes", "long   100"]
 
 
-def test_peers_are_measured_side_by_side_and_drawn(tmp_path):
+def test_peers_are_measured_side_by_side_and_drawn(tmp_path, monkeypatch):
     out, drawn = tmp_path / "cpu.json", tmp_path / "chart.svg"
     modes = ["eager", "torch.compile:regional", "breakable+compile"]
     options = ["--families", "pixart", "--modes", ",".join(modes), "--compiler", "eager", "--repeats", "2", "--pipeline", "2"]
@@ -117,6 +117,9 @@ def test_peers_are_measured_side_by_side_and_drawn(tmp_path):
         assert (row["compiles"] > 0) == (row["size_compiles"] > 0) == ("compile" in row["mode"])
     assert chart.main([str(out), str(drawn)]) == 0
     assert drawn.stat().st_size > 10_000
+    monkeypatch.setattr(readme, "PEERS", out)
+    table = readme.peers().splitlines()
+    assert table[2].count("`") == 2 * len(modes) and table[4].startswith("| PixArt 0.6B | 64×64 | ")
 
 
 def test_a_peer_that_fails_leaves_a_note_and_the_next_is_measured(tmp_path, monkeypatch):
