@@ -122,8 +122,8 @@ def peers() -> str:
     modes = list(dict.fromkeys(row["mode"] for row in found))
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {data['versions']['torch']}, published sizes with random weights: ms "
-        "of one denoiser call, in brackets seconds to build it. Floor: FLOPs at the rate of one large matrix product, or the weights "
-        "read once. `python -m benchmarks.peers` measures it.",
+        "of one denoiser call, in brackets seconds to build it. Floor: FLOPs at the rate of one large matrix product, or the "
+        "weights read once. `python -m benchmarks.peers` measures it.",
         "",
         f"| model | shape | {' | '.join(f'`{mode}`' for mode in modes)} | floor |",
         f"|---|---|{'--:|' * len(modes)}--:|",
