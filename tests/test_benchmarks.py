@@ -109,12 +109,13 @@ def test_peers_are_measured_side_by_side_and_drawn(tmp_path, monkeypatch):
     out, drawn = tmp_path / "cpu.json", tmp_path / "chart.svg"
     modes = ["eager", "torch.compile:regional", "breakable+compile"]
     options = ["--families", "pixart", "--modes", ",".join(modes), "--compiler", "eager", "--repeats", "2", "--pipeline", "2"]
-    rows = run(peers, out, *options, "--second-shape", "32x32")
+    rows = run(peers, out, *options, "--second-shape", "32x32", "--second-prompt", "300")  # its own length: compiled already
     assert [row["mode"] for row in rows] == modes
     for row in rows:
         assert row["note"] is None and row["ms"] > 0 and row["pipeline_s"] > 0 and row["floor_ms"] > 0
         assert row["equal"] is True and row["relative_diff"] == 0, "this compiler rounds as eager does"
         assert (row["compiles"] > 0) == (row["size_compiles"] > 0) == ("compile" in row["mode"])
+        assert row["prompt_compiles"] == 0
     assert chart.main([str(out), str(drawn)]) == 0
     assert drawn.stat().st_size > 10_000
     monkeypatch.setattr(readme, "PEERS", out)
