@@ -17,6 +17,7 @@ from diffgraph.errors import (
     OptionError,
     OptionTypeError,
 )
+from diffgraph.finetuning.step import TrainingStep
 from diffgraph.memory import Memory
 from diffgraph.options import Options, checked
 from diffgraph.report import Report
@@ -169,13 +170,15 @@ def capture(pipe: Any, shapes: Any = None) -> None:
 def paused(pipe: Any) -> Iterator[None]:
     """Eager inside the `with`, in all threads; recordings stay. Raises `NotAcceleratedError`."""
     with ExitStack() as stack:
-        for _, runner in _runners(pipe):
-            stack.enter_context(runner.paused())
+        for recorded in [pipe] if isinstance(pipe, TrainingStep) else [runner for _, runner in _runners(pipe)]:
+            stack.enter_context(recorded.paused())
         yield
 
 
 def report(pipe: Any) -> Report:
-    """What happened so far on this pipeline or module. Raises `NotAcceleratedError`."""
+    """What happened so far on this pipeline, module or training step. Raises `NotAcceleratedError`."""
+    if isinstance(pipe, TrainingStep):
+        return pipe.report()
     found, pushed_out = _found(pipe), _pushed_out(pipe)
     if not pushed_out:
         found = _runners(pipe)  # or say that there are none

@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diffgraph.ambient import Ambient
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
+from diffgraph.finetuning.generators import settings_seen
+from diffgraph.finetuning.writes import WriteLog
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.places import calling_line
 from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
@@ -58,18 +60,21 @@ def record(
     inputs: Iterable[torch.Tensor] = (),
     whole: bool = False,
     break_ops: Collection[Any] = (),
+    log: WriteLog | None = None,
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
     `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all; `break_ops`
-    become breaks, and an op that fails to be recorded raises `OpNotRecordable`.
+    become breaks, and an op that fails to be recorded raises `OpNotRecordable`. `log`: gradients are recorded as well, what is
+    written for good is noted there, and nothing may be brought to the host, since a replay that then stops could not be undone.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
-    recorder = Recorder(sequence, weights, inputs, whole, break_ops)
-    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), _as_eager(), _no_autocast_cache():
+    recorder = Recorder(sequence, weights, inputs, whole, break_ops, log)
+    ambient = _as_eager() if log is None else in_one_thread()
+    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), ambient, _no_autocast_cache():
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
         sequence.ambient = Ambient.now(sequence.pool.device.type)
@@ -114,6 +119,13 @@ def _as_eager() -> Iterator[None]:
 
 
 @contextmanager
+def in_one_thread() -> Iterator[None]:
+    """With gradients, whose backward runs in this thread: the one that has the capture open, and where breaks are known."""
+    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(False), settings_seen():
+        yield
+
+
+@contextmanager
 def _no_autocast_cache() -> Iterator[None]:
     """Autocast keeps the weights that it has cast until its block ends: memory of the pool, held by somebody else."""
     enabled = torch.is_autocast_cache_enabled()
@@ -136,9 +148,12 @@ class Recorder(TorchDispatchMode):
         inputs: Iterable[torch.Tensor],
         whole: bool,
         break_ops: Collection[Any],
+        log: WriteLog | None,
     ) -> None:
         super().__init__()
         self._break_ops = break_ops
+        self._log = log
+        self.generator_was_set = False  # by the step that is recorded
         self.sequence = sequence
         self.pool = sequence.pool
         self.whole = whole
@@ -197,12 +212,14 @@ class Recorder(TorchDispatchMode):
             with self:  # the ops that it is made of are recorded
                 return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         self._note_writes(func, args, kwargs)
-        if self._segment is None or self.in_break:
+        if self._segment is None or self.in_break or getattr(func, "namespace", "") == "profiler":
             return func(*args, **kwargs)
         leaves = flatten((args, kwargs))[0]
         why_not = why_never_recordable(leaves)
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
+        if self.generator_was_set and torch.Tag.nondeterministic_seeded in func.tags:
+            raise CaptureError(f"{func} cannot be replayed: it draws what was drawn before (gradient checkpointing with dropout)")
         if on_host_alone(leaves, self.pool.device):
             return self._run_on_host(func, args, kwargs)
         why = why_not_recordable(func, args, leaves, self.pool.device)
@@ -236,8 +253,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        if self._inputs and any(storage_of(t) in self._inputs for t in written_by(func, args, kwargs)):
+        written = written_by(func, args, kwargs) if self._inputs or self._log is not None else []
+        if any(storage_of(t) in self._inputs for t in written):
             self.written.append(str(func))
+        if self._log is not None:
+            self._log.note((t for t in written if not self.is_born(t)), runs_now=self.pool.runs_while_recording)
 
     def _note_lifetimes(self, read: list[torch.Tensor], result: Any) -> None:
         for tensor in read:
@@ -288,6 +308,8 @@ class Recorder(TorchDispatchMode):
         try:
             if self.whole:
                 raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")
+            if self._log is not None:
+                self._log.before_running()
             self._close()
             step = Break(name, fn, *map_leaves(self._break_input, (args, kwargs)))
             step.where = calling_line()
@@ -301,6 +323,8 @@ class Recorder(TorchDispatchMode):
                 self.sequence.steps.append(step)
                 self._segment = self.pool.open_segment()
                 leaves, spec = flatten(result)
+                if self._log is not None:
+                    _check_for_training(name, fn, leaves, self.pool.device)
                 bindings, leaves = self._bind(leaves, {storage_of(t) for t in tensors_in(given)})
         except BaseException as error:
             # If the forward swallows it, the path taken from here on is not one to replay: finish eagerly.
@@ -363,6 +387,18 @@ class Recorder(TorchDispatchMode):
                 else:
                     self._pending.append((buffer, bindings[i], result))
         return bindings, replaced
+
+
+def _check_for_training(name: str, fn: Any, leaves: list[Any], device: torch.device) -> None:
+    """What a break may not hand to a training step."""
+    where = calling_line() or "a line that is not known"
+    if size_depends_on_data(fn):
+        raise CaptureError(f"{name} gives a size that depends on values ({where}), and a replay could not go back")
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != device.type:
+            raise CaptureError(f"{name} brings a value to the host ({where}), from where a replay could not go back")
+        if leaf.requires_grad:
+            raise CaptureError(f"{name} is a break ({where}), through which no gradient flows")
 
 
 def _is_made_of_others(kind: type) -> bool:
