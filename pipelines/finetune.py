@@ -91,11 +91,16 @@ def add_lora(denoiser: Any, rank: int = RANK, seed: int = 0) -> list[torch.nn.Pa
 
 
 def first_batch(pipe: Any, family: str, shape: str, seed: int = 0) -> Batch:
-    """Latents and conditions of the pipeline's own first denoiser call at `shape`."""
-    from benchmarks._calls import DenoiserCall
-
-    call = DenoiserCall.of(pipe, family, shape, cfg=False, seed=seed)
-    return FLOWS[family].split(call.args, call.kwargs)
+    """Latents and conditions of the pipeline's own first denoiser call at `shape` (`512x512`, `480x832x1`)."""
+    seen: list[Any] = []
+    hook = pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    size = dict(zip(("height", "width", "num_frames"), map(int, shape.split("x")), strict=False))
+    given = pipelines.inputs(family, pipe, **size, cfg=False, seed=seed)
+    try:
+        pipe(**given, num_inference_steps=1, output_type="latent", generator=torch.Generator().manual_seed(seed))
+    finally:
+        hook.remove()
+    return FLOWS[family].split(*seen[0])
 
 
 def new_optimizer(parameters: Sequence[torch.nn.Parameter], rate: float = 1e-4) -> torch.optim.Optimizer:
@@ -224,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         same = results[0].losses == results[1].losses
         if rank == 0:
             print("same loss curve, to the bit" if same else "the loss curves differ")
-        return 0 if same or not options.deterministic and device != "cpu" else 1
+        return 0 if same or (not options.deterministic and device != "cpu") else 1
     return 0
 
 

@@ -133,6 +133,7 @@ class TrainingStep:
         self._step_fn, self._modules, self._optimizers = step_fn, modules, optimizers
         self._reads = Reads(step_fn)
         self._paused = 0
+        self._just_changed: Reason | None = None  # since the last step
         problem = self._problem()
         if problem is not None:
             raise OptionError(problem[1])
@@ -201,6 +202,7 @@ class TrainingStep:
         found = self._state.change()
         if found is None and self._reads.replaced() is not None:
             found = Reason.ATTRIBUTES_CHANGED
+        self._just_changed = found
         if found is not None:
             self._drop_all(found)
             self._state.take()
@@ -248,7 +250,7 @@ class TrainingStep:
         """The eager step before a recording: state is made, caches fill, kernels are chosen, side effects show."""
         pool = self.memory.pool(self._state.device)
         before, rng = self._reads.contents(), pool.rng_state()
-        self.routes.note(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
+        self.routes.note(Route.EAGER, entry.lost or self._just_changed or Reason.UNSEEN_SIGNATURE)
         output = run_eagerly(self._step_fn, args, kwargs)
         self._state.gradients.bring_home()
         if not pool.replayable_rng(rng):
