@@ -17,6 +17,7 @@ from diffgraph.errors import (
     OptionError,
     OptionTypeError,
 )
+from diffgraph.finetuning.module import GradientRunner
 from diffgraph.finetuning.step import TrainingStep
 from diffgraph.memory import Memory
 from diffgraph.options import Options, checked
@@ -117,11 +118,19 @@ def accelerate_pipeline(
     return pipe
 
 
-def accelerate_module(module: M, **options: Any) -> M:
+def accelerate_module(module: M, *, training: bool = False, **options: Any) -> M:
     """As `accelerate_pipeline`, for a denoiser that is called by a loop of one's own. In place; returns `module`.
 
     Takes the same options, but no `capture_shapes` and no `components`: there is no pipeline to run shapes through.
+
+    Args:
+        training: record calls under gradients as well: the forward, and the backward that autograd will run, in a training loop
+            that is not ours (`record_training_step` gains more). Parameters get their gradients from autograd as ever, so
+            optimizers, accumulation, DDP and its `no_sync` work as they are; DDP's exchange no longer overlaps with backward.
+            Up to eight forwards may wait for their backwards; each backward runs once.
     """
+    if not isinstance(training, bool):
+        raise OptionTypeError(f"training is {training!r}; accepted: True or False")
     if not isinstance(module, torch.nn.Module):
         raise OptionTypeError(f"{type(module).__name__} is no torch.nn.Module; for a pipeline, use accelerate_pipeline")
     for name in ("capture_shapes", "components"):
@@ -129,7 +138,11 @@ def accelerate_module(module: M, **options: Any) -> M:
             raise OptionTypeError(
                 f"accelerate_module takes no {name}: there is no pipeline to run; call the module instead"
             )
-    return accelerate_pipeline(module, **options)
+    accelerate_pipeline(module, **options)
+    if training:
+        for runner in accelerated(module):
+            runner.training = GradientRunner(runner.name, runner.positional, runner.options)
+    return module
 
 
 def restore_pipeline(pipe: P) -> P:
@@ -185,7 +198,9 @@ def report(pipe: Any) -> Report:
     called = components_of.candidates(pipe)
     around = [m for m, _ in found if not any(m is candidate for candidate in called.values())]  # by `torch.compile(module)`
     names = {id(module): name for name, module in components_of.with_compiled(called)}
-    return Report.of([runner for _, runner in found], [names[id(module)] for module in (*around, *pushed_out)])
+    runners = [runner for _, runner in found]
+    training = [runner.training for runner in runners if runner.training is not None]
+    return Report.of([*runners, *training], [names[id(module)] for module in (*around, *pushed_out)])
 
 
 def accelerated(pipe: Any) -> list[Runner]:

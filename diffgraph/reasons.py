@@ -43,6 +43,7 @@ class Reason(str, Enum):
         "optimizer_changed",
         "an optimizer, one of its settings or its state was replaced",
     )
+    IN_FLIGHT = "in_flight", "too many recorded forwards wait for their backwards"
     HOST_VALUE_CHANGED = "host_value_changed", "a value that the host reads fits no recording of this signature"
     SIDE_EFFECTS = "side_effects", "the forward changes state that a replay would not change"
     CPU_INPUT = "cpu_input", "an input tensor lies on the CPU while the denoiser is on another device"

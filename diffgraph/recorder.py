@@ -61,18 +61,22 @@ def record(
     whole: bool = False,
     break_ops: Collection[Any] = (),
     log: WriteLog | None = None,
+    after: Recorder | None = None,
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
     `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all; `break_ops`
     become breaks, and an op that fails to be recorded raises `OpNotRecordable`. `log`: gradients are recorded as well, what is
     written for good is noted there, and nothing may be brought to the host, since a replay that then stops could not be undone.
+    `after`: the recording that always replays before this one, in the same pool: what it bore is borne for this one too.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
     recorder = Recorder(sequence, weights, inputs, whole, break_ops, log)
+    if after is not None:
+        recorder.continue_after(after)
     ambient = _as_eager() if log is None else in_one_thread()
     with sequence.pool.turn(), RECORDING, sequence.pool.recording(), ambient, _no_autocast_cache():
         if sequence.steps:
@@ -169,6 +173,9 @@ class Recorder(TorchDispatchMode):
         self._made_on_host: dict[int, StorageWeakRef] = {}
         self._pending: list[tuple[torch.Tensor, Binding, torch.Tensor]] = []  # boundary buffer, its binding, the break's result
 
+    def continue_after(self, other: Recorder) -> None:
+        self._born = dict(other._born)
+
     # -- life of a segment
 
     def begin(self) -> None:
@@ -177,6 +184,8 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> None:
         if self.failure is not None:
             raise CaptureError(f"a break raised {self.failure!r} during capture") from self.failure
+        if self._log is not None and self._log.is_for_undoing:
+            self._log.before_running()
         self._close()
 
     def abort(self) -> None:

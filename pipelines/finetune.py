@@ -3,9 +3,9 @@
 Trains twice, eagerly and recorded, from the same start, and compares the loss curves to the bit (`--mode` chooses one). Batches
 of two shapes alternate, gradients are accumulated and clipped, the rate follows a schedule.
 
-On several GPUs: `accelerate launch --num_processes 2 -m pipelines.finetune sd3`. Each process records its own steps on its own batches;
-gradients are averaged between the last accumulating recording and the optimizer's, where `DistributedDataParallel` would do it from
-hooks inside backward, which no recording sees.
+On several GPUs: `accelerate launch --num_processes 2 -m pipelines.finetune sd3`. Each process records its own steps on its own
+batches; gradients are averaged between the last accumulating recording and the optimizer's, where `DistributedDataParallel`
+would do it from hooks inside backward, which no recording sees.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class TrainingStep:
 
     def report(self) -> Report:
         """What happened so far: the same as `diffgraph.report(step)`."""
-        return Report.of([self])  # type: ignore[list-item]
+        return Report.of([self])
 
     def close(self) -> None:
         """Give back the memory of all recordings. Later calls start afresh, with an eager step."""
@@ -354,7 +354,7 @@ class TrainingStep:
     # -- with a sample
 
     def warm_up_and_undo(self, batch: tuple[Any, ...]) -> None:
-        """One eager step of which nothing is left. It counts as warm-up where it made no state, which the next would make again."""
+        """One eager step of which nothing is left. It is the warm-up, unless it made state, which the next would make again."""
         try:
             call = self._call(batch, {})
         except Refused as refused:
@@ -365,7 +365,7 @@ class TrainingStep:
             changed = self._state.change()
         left = change(before)
         if left is not None:
-            raise OptionError(f"the step changes {left}, which a replay would not do; accepted: steps that change tensors alone")
+            raise OptionError(f"the step changes {left}, which a replay would not do; accepted: one that changes tensors alone")
         self._entry(call, {}).seen = int(changed is None)
 
 
@@ -387,8 +387,8 @@ def _parallel(module: torch.nn.Module) -> str | None:
     ):
         return None
     return (
-        f"the model is wrapped in {name}, whose hooks exchange gradients while backward runs, which a replay would not do; accepted: "
-        "the module inside it, its gradients averaged between a step that accumulates and one that steps the optimizer"
+        f"the model is wrapped in {name}, whose hooks exchange gradients while backward runs, which a replay would not do; "
+        "accepted: the module inside it, its gradients averaged between a step that accumulates and one of the optimizer"
     )
 
 

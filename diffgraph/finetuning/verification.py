@@ -51,14 +51,16 @@ class _State:
         return same_bits(*self._both(other))
 
     def is_close(self, other: _State) -> bool:
-        mine, others = self._both(other)
-        a, b = tensors_in(mine), tensors_in(others)
-        if [t.shape for t in a] != [t.shape for t in b]:
-            return False
-        return all(map(_is_close, a, b))
+        return is_close(*self._both(other))
 
     def _both(self, other: _State) -> tuple[Any, Any]:
         return (self._output, self._gradients, self._written), (other._output, other._gradients, other._written)
+
+
+def is_close(a: Any, b: Any) -> bool:
+    """Whether the tensors of two results differ by noise alone."""
+    mine, others = tensors_in(a), tensors_in(b)
+    return [t.shape for t in mine] == [t.shape for t in others] and all(map(_is_close, mine, others))
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -19,7 +19,8 @@ class WriteLog:
     recorded, and from before the first segment runs where they do not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_for_undoing: bool = False) -> None:
+        self.is_for_undoing = is_for_undoing  # whether the recording fails or not
         self.tensors: list[torch.Tensor] = []  # one a storage; its version counts the writes
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._before: Contents = {}
