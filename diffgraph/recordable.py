@@ -59,6 +59,16 @@ def why_not_recordable(func: Any, args: tuple[Any, ...], leaves: list[Any], devi
     return None
 
 
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this op draws random numbers: attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return (args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)) != 0
+    return True
+
+
 def size_depends_on_data(fn: Any) -> bool:
     """Whether Python learns something of the data from the mere size of this op's result."""
     return isinstance(fn, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in fn.tags

@@ -29,7 +29,7 @@ from diffgraph.finetuning.generators import settings_seen
 from diffgraph.finetuning.writes import WriteLog
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.places import calling_line
-from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
+from diffgraph.recordable import draws, on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
 from diffgraph.tree import flatten, map_leaves, unflatten
@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):
         why_not = why_never_recordable(leaves)
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
-        if self.generator_was_set and torch.Tag.nondeterministic_seeded in func.tags:
+        if self.generator_was_set and draws(func, args, kwargs):
             raise CaptureError(f"{func} cannot be replayed: it draws what was drawn before (gradient checkpointing with dropout)")
         if on_host_alone(leaves, self.pool.device):
             return self._run_on_host(func, args, kwargs)

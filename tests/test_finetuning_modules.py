@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_finetuning import Loop, LoraLoop, batch, sd3  # noqa: F401
 
 import diffgraph
 from diffgraph.compare import same_bits
-from test_finetuning import Loop, LoraLoop, batch, sd3  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
 

@@ -128,26 +128,24 @@ class Pair(Recording):
 
     def _record(self, forward: Callable[..., Any], module: torch.nn.Module) -> Recorder:
         args, kwargs = self.inputs.call()
-        weights = list(chain(module.parameters(), module.buffers()))
         inputs = [t for t in self.inputs.tensors if t.requires_grad]
-        with (
-            _as_new_leaves(module, self.parameters) as leaves,
-            record(self.sequence, weights=weights, inputs=self.inputs.tensors, log=self.log) as first,
-        ):
-            output = map_leaves(settled, forward(*args, **kwargs), objects=True)
-            check_outputs(output)
-            if self.inputs.changed(args, kwargs) is not None or first.written:
-                raise CaptureError("the forward changes its arguments")
-        tensors = self._distinct_outputs(output)
-        self._wanting = [t.requires_grad for t in tensors]
-        wanting = self.of_wanting(tensors)
-        if not wanting:
-            raise CaptureError("no output wants gradients")
-        self.incoming = [torch.zeros_like(t) for t in wanting]
-        with record(self.backward, weights=weights, log=self.log, after=first) as second:
-            found = torch.autograd.grad(wanting, [*inputs, *leaves], self.incoming, allow_unused=True)
-            if any(g is not None and not has_plain_memory(g) for g in found):
-                raise CaptureError("a gradient is no plain dense tensor")
+        given = {"weights": list(chain(module.parameters(), module.buffers())), "log": self.log}
+        with _as_new_leaves(module, self.parameters) as leaves:
+            with record(self.sequence, inputs=self.inputs.tensors, **given) as first:
+                output = map_leaves(settled, forward(*args, **kwargs), objects=True)
+                check_outputs(output)
+                if self.inputs.changed(args, kwargs) is not None or first.written:
+                    raise CaptureError("the forward changes its arguments")
+            tensors = self._distinct_outputs(output)
+            self._wanting = [t.requires_grad for t in tensors]
+            wanting = self.of_wanting(tensors)
+            if not wanting:
+                raise CaptureError("no output wants gradients")
+            self.incoming = [torch.zeros_like(t) for t in wanting]
+            with record(self.backward, after=first, **given) as second:
+                found = torch.autograd.grad(wanting, [*inputs, *leaves], self.incoming, allow_unused=True)
+        if any(g is not None and not has_plain_memory(g) for g in found):
+            raise CaptureError("a gradient is no plain dense tensor")
         self._set_outputs(map_leaves(self._without_graph, output, objects=True), None, first.is_born)
         self.outgoing = [self.pool.alias(g) if g is not None and second.is_born(g) else g for g in found]
         return second
