@@ -206,7 +206,7 @@ class GradientRunner:
         if entry.recording is not None:
             if isinstance(entry.recording, Pair):
                 entry.recording.memory.forget(entry, entry.recording.pool)
-            entry.evict()
+            entry.release()
         entry.lost, entry.refused = lost, refused or entry.refused
 
 

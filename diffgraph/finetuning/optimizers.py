@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from diffgraph.composed import addresses
 from diffgraph.errors import OptionError, OptionTypeError
+from diffgraph.guards.composed import addresses
 from diffgraph.values import same_value
 
 Optimizer = torch.optim.Optimizer

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffgraph.guards import _copy, _is_container, _items, _same
+from diffgraph.guards.contents import copied, is_alike, is_container, items_of
 from diffgraph.signature import is_constant
 
 _DEPTH = 4
@@ -118,10 +118,10 @@ class Reads:
 def change(before: list[Seen]) -> str | None:
     """What a call has changed, in words."""
     for name, live, copy in before:
-        if not _same(live, copy):
+        if not is_alike(live, copy):
             keys = live if isinstance(live, dict) else {}
             then = dict(zip(copy.keys, copy.values, strict=False))
-            changed = next((key for key in keys if not _same(keys[key], then.get(key, _ABSENT))), None)
+            changed = next((key for key in keys if not is_alike(keys[key], then.get(key, _ABSENT))), None)
             return name if changed is None else f"{name}.{changed}"
     return None
 
@@ -129,12 +129,12 @@ def change(before: list[Seen]) -> str | None:
 def _note(name: str, value: Any, found: dict[int, Seen], depth: int) -> None:
     if depth == 0 or id(value) in found or isinstance(value, (*_NOT_FOLLOWED, *_CODE)) or is_constant(value):
         return
-    if _is_container(value):
+    if is_container(value):
         if depth == _DEPTH:
-            found[id(value)] = Seen(name, value, _copy(value, _DEPTH))
-        inner = list(_items(value)[1])
+            found[id(value)] = Seen(name, value, copied(value, _DEPTH))
+        inner = list(items_of(value)[1])
     elif isinstance(table := getattr(value, "__dict__", None), dict):
-        found[id(value)] = Seen(type(value).__name__, table, _copy(table, _DEPTH))
+        found[id(value)] = Seen(type(value).__name__, table, copied(table, _DEPTH))
         inner = list(table.values())
     else:
         return

@@ -343,7 +343,7 @@ class TrainingStep:
     def _drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
         if entry.recording is not None:
             self.memory.forget(entry, entry.recording.pool)
-            entry.evict()
+            entry.release()
         entry.lost, entry.refused = lost, refused or entry.refused
 
     def _drop_all(self, reason: Reason) -> None:
