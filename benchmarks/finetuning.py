@@ -1,7 +1,7 @@
 """One fine-tuning step of a LoRA: eager, recorded whole, and with the module's forward and backward recorded alone (`module`).
 
-One row a family, shape and mode, and whether `--curve` steps give eager's loss curve, to the bit, with kernels that add in a fixed
-order. Figures to reach on one H200, LoRA of rank 16 on attention, batch 1: SD3.5-medium 512x512 2.2x, Wan-1.3B 480x832x1 3x,
+One row a family, shape and mode, and whether `--curve` steps give eager's loss curve, to the bit, with kernels that add in a
+fixed order. Figures to reach on one H200, LoRA of rank 16 on attention, batch 1: SD3.5-medium 512x512 2.2x, Wan-1.3B 480x832x1 3x,
 Z-Image 512x512 1.8x; `module` within 15 % of `recorded`.
 """
 
@@ -50,7 +50,9 @@ COLUMNS = {
 class Case:
     """One family at one shape. Modes are visited forth and back (A B C C B A), so that drift favours none of them."""
 
-    def __init__(self, trainer: finetune.Trainer, batch: finetune.Batch, family: str, shape: str, options: argparse.Namespace) -> None:
+    def __init__(
+        self, trainer: finetune.Trainer, batch: finetune.Batch, family: str, shape: str, options: argparse.Namespace
+    ) -> None:
         self.trainer, self.batch, self.options = trainer, batch, options
         self.device = trainer.parameters[0].device
         self.start = [p.detach().clone() for p in trainer.parameters]

@@ -290,6 +290,8 @@ class Recorder(TorchDispatchMode):
         for plain in plain_parts(tensor):
             key = storage_of(plain)
             if key not in self._born and key not in self._weights and key not in self.sequence.held:
+                if self._log is not None and key not in self._inputs:
+                    _check_is_known(tensor)
                 # The memory, that is: `parameter.data = other` gives the parameter another.
                 self.sequence.held[key] = plain.detach() if plain.layout == torch.strided else plain
 
@@ -404,10 +406,19 @@ def _check_for_training(name: str, fn: Any, leaves: list[Any], device: torch.dev
     if size_depends_on_data(fn):
         raise CaptureError(f"{name} gives a size that depends on values ({where}), and a replay could not go back")
     for leaf in leaves:
+        if leaf is None:  # an op that writes in place may return nothing
+            continue
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != device.type:
             raise CaptureError(f"{name} brings a value to the host ({where}), from where a replay could not go back")
         if leaf.requires_grad:
             raise CaptureError(f"{name} is a break ({where}), through which no gradient flows")
+
+
+def _check_is_known(tensor: torch.Tensor) -> None:
+    """A training step's weights must be guarded, and the gradients that it makes found."""
+    if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+        size = "x".join(map(str, tensor.shape))
+        raise CaptureError(f"the step reads a parameter [{size}] of a module that it was not told of; accepted: all in model=")
 
 
 def _is_made_of_others(kind: type) -> bool:

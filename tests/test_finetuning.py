@@ -290,7 +290,52 @@ def test_another_optimizer_than_was_given_is_not_stepped_by_a_recording():
     assert not same_bits(loop.everything()[0], before)
 
 
+def test_a_break_between_segments_is_part_of_the_step():
+    class Broken(Loop):
+        def step(self, x):
+            output = super().step(x)
+            clamp(self.net.first.bias)
+            output["norm"] = self.net.first.bias.detach().norm()
+            return output
+
+    twins = Twins(Broken)
+    twins.settle()
+    assert diffgraph.report(twins.step).signatures[0].breaks == 1
+
+
+@diffgraph.eager_on_graph
+@torch.no_grad()
+def clamp(weight):
+    weight.clamp_(-0.1, 0.1)
+
+
 # -- what cannot be recorded
+
+
+@diffgraph.eager_on_graph
+def doubled(x):
+    return x * 2
+
+
+def cuts_the_gradient(loop, x):
+    return own_step(loop, doubled(loop.net(x)))
+
+
+def own_step(loop, y):
+    loss = y.square().mean()
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return loss
+
+
+def trains_another_module(loop, x):
+    return own_step(loop, loop.other(loop.net(x)))
+
+
+def masks(loop, x):
+    y = loop.net(x)
+    return own_step(loop, y[y > 0])
 
 
 def fails_midway(loop, x):
@@ -337,6 +382,9 @@ def gives_back_its_batch(loop, x):
         (keeps_losses, "side_effects"),
         (changes_by_pythons_own_chance, "verify_failed"),
         (gives_back_its_batch, "side_effects"),
+        (cuts_the_gradient, "capture_failed"),
+        (trains_another_module, "capture_failed"),
+        (masks, "capture_failed"),
     ],
 )
 def test_a_step_that_cannot_be_recorded_is_eager_to_the_bit(step_fn, reason):
@@ -344,6 +392,7 @@ def test_a_step_that_cannot_be_recorded_is_eager_to_the_bit(step_fn, reason):
         def __init__(self):
             super().__init__()
             self.losses = []
+            self.other = torch.nn.Linear(8, 8)
             self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
 
     eager, loop = Made(), Made()

@@ -35,11 +35,15 @@ def checked(given: Any) -> list[Optimizer]:
 
 def _check_group(name: str, group: dict[str, Any]) -> None:
     devices = {parameter.device.type for parameter in group["params"]}
-    rate = group.get("lr", torch.tensor(0.0))
+    rate = group["lr"] if "lr" in group else torch.zeros((), device=next(iter(devices), "cpu"))
     if not isinstance(rate, torch.Tensor):
         raise OptionError(
             f"{name} has lr={rate!r}, a number, which a recording would hold on to; accepted: lr=torch.tensor({rate!r}), which "
             "schedulers change in place"
+        )
+    if "cuda" in devices and not rate.is_cuda and not group.get("fused"):
+        raise OptionError(
+            f"{name} has its lr on the CPU, which only fused=True reads anew; accepted: lr on the parameters' device"
         )
     if "cuda" in devices and not group.get("capturable", group.get("fused", True)):
         wanted = "capturable=True" if "capturable" in group else "fused=True"

@@ -129,9 +129,10 @@ class Pair(Recording):
     def _record(self, forward: Callable[..., Any], module: torch.nn.Module) -> Recorder:
         args, kwargs = self.inputs.call()
         inputs = [t for t in self.inputs.tensors if t.requires_grad]
-        given = {"weights": list(chain(module.parameters(), module.buffers())), "log": self.log}
+        weights = list(chain(module.parameters(), module.buffers()))
+        given: dict[str, Any] = {"weights": weights, "inputs": self.inputs.tensors, "log": self.log}
         with _as_new_leaves(module, self.parameters) as leaves:
-            with record(self.sequence, inputs=self.inputs.tensors, **given) as first:
+            with record(self.sequence, **given) as first:
                 output = map_leaves(settled, forward(*args, **kwargs), objects=True)
                 check_outputs(output)
                 if self.inputs.changed(args, kwargs) is not None or first.written:

@@ -109,7 +109,8 @@ def _record(
     gradients: Gradients,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> tuple[Any, Recorder]:
-    weights = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    of_modules = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    weights = chain(of_modules, gradients.parameters)
     args, kwargs = recording.inputs.call()
     with record(recording.sequence, weights=weights, inputs=recording.inputs.tensors, log=recording.log) as recorder:
         output = map_leaves(settled, detached(step(*args, **kwargs)), objects=True)
