@@ -1,8 +1,8 @@
 """One fine-tuning step of a LoRA: eager, recorded whole, and with the module's forward and backward recorded alone (`module`).
 
 One row a family, shape and mode, and whether `--curve` steps give eager's loss curve, to the bit, with kernels that add in a
-fixed order. Figures to reach on one H200, LoRA of rank 16 on attention, batch 1: SD3.5-medium 512x512 2.2x, Wan-1.3B 480x832x1 3x,
-Z-Image 512x512 1.8x; `module` within 15 % of `recorded`.
+fixed order. Figures to reach on one H200, LoRA of rank 16 on attention, batch 1: SD3.5-medium 512x512 2.2x, Wan-1.3B 480x832x1
+3x, Z-Image 512x512 1.8x; `module` within 15 % of `recorded`.
 """
 
 from __future__ import annotations

@@ -9,128 +9,17 @@ import weakref
 
 import pytest
 import torch
+from _training import SETTLED, Checkpointed, Loop, LoraLoop, Twins, batch, recorded, route_of, sd3  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import diffgraph
 import pipelines
 from diffgraph.compare import same_bits
-from diffgraph.tensors import map_tensors
 from pipelines import finetune
 
-SETTLED = ["unseen_signature", "unseen_signature", "capture", "replay", "replay"]
 
-
-class Net(torch.nn.Module):
-    """Dropout: random numbers belong to a step."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
-        self.dropout = torch.nn.Dropout(0.2)
-
-    def forward(self, x):
-        return self.second(self.dropout(torch.nn.functional.gelu(self.first(x))))
-
-
-class Loop:
-    """A model in training, with all that a step of it changes."""
-
-    def __init__(self, **options):
-        torch.manual_seed(0)
-        self.net = Net().train()
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=torch.tensor(1e-2), fused=True, **options)
-
-    def step(self, x, update=True):
-        loss = (self.net(x + 0.1 * torch.randn_like(x)) - x).square().mean()
-        loss.backward()
-        if update:
-            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return {"loss": loss}
-
-    def everything(self):
-        parameters = list(self.net.parameters())
-        states = [dict(self.optimizer.state[p]) for p in parameters if p in self.optimizer.state]
-        gradients, rates = [p.grad for p in parameters], [group["lr"] for group in self.optimizer.param_groups]
-        return map_tensors(lambda t: t.detach().clone(), (parameters, gradients, states, rates, torch.get_rng_state()))
-
-
-def recorded(loop, step_fn=None, **options):
-    """Poison is on: what reads a dead intermediate gives NaN."""
-    given = {"optimizer": loop.optimizer, "model": loop.net, "poison": True, **options}
-    return diffgraph.record_training_step(step_fn or loop.step, **given)
-
-
-def batch(i=0, rows=4):
-    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(i))
-
-
-def route_of(step, *args, **kwargs):
-    before = diffgraph.report(step)
-    output = step(*args, **kwargs)
-    after = diffgraph.report(step)
-    routes = ["replay"] * (after.replays - before.replays) + ["capture"] * (after.captures - before.captures)
-    for reason, count in after.reasons.items():
-        routes += [reason] * (count - before.reasons.get(reason, 0))
-    assert len(routes) == 1, f"one step was counted as {routes}"
-    return output, routes[0]
-
-
-class Twins:
-    """The same training, eager and recorded: after each step all must be the same."""
-
-    def __init__(self, make=Loop, **options):
-        self.eager, self.recorded = make(), make()
-        self.step = recorded(self.recorded, **options)
-        self.rng = torch.get_rng_state()
-
-    def both(self, change):
-        for loop in (self.eager, self.recorded):
-            change(loop)
-
-    def __call__(self, *args, **kwargs):
-        torch.set_rng_state(self.rng)
-        wanted = self.eager.step(*args, **kwargs)
-        wanted_state = self.eager.everything()
-        torch.set_rng_state(self.rng)
-        found, route = route_of(self.step, *args, **kwargs)
-        self.rng = torch.get_rng_state()
-        assert same_bits(found, wanted), route
-        assert same_bits(self.recorded.everything(), wanted_state), route
-        return route
-
-    def times(self, count, *args, **kwargs):
-        return [self(*args, **kwargs) for _ in range(count)]
-
-    def settle(self):
-        assert self.times(5, batch()) == SETTLED
-
-
-@pytest.fixture(scope="module")
-def sd3():
-    pipe = pipelines.build("sd3", "tiny")
-    pipe.set_progress_bar_config(disable=True)
-    batches = [finetune.first_batch(pipe, "sd3", shape) for shape in ("32x32", "32x48")]
-    return pipe, batches
-
-
-class LoraLoop(finetune.Trainer):
-    """Of the tiny SD3: attention, embeddings, norms, as in life."""
-
-    def __init__(self, pipe):
-        net = copy.deepcopy(pipe.transformer)
-        net.transformer_blocks = net.transformer_blocks[::2]  # the one with two attentions, and the last, which differs
-        super().__init__(net.train(), "sd3", finetune.add_lora(net, rank=4), accumulate=2)
-        self.net = self.denoiser
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
-
-    def everything(self):
-        states = [list(self.optimizer.state[p].values()) for p in self.parameters if p in self.optimizer.state]
-        gradients = [p.grad for p in self.parameters]
-        return map_tensors(lambda t: t.detach().clone(), (self.parameters, gradients, states, torch.get_rng_state()))
-
-
-def test_fifty_steps_of_a_lora_are_those_of_eager(sd3):
+def test_fifty_steps_of_a_lora_are_those_of_eager(sd3):  # noqa: F811
     """Accumulated and clipped, with a schedule, batches of two shapes, pictures drawn in between, and a checkpoint taken back."""
     pipe, batches = sd3
     twins = Twins(lambda: LoraLoop(pipe))
@@ -262,7 +151,7 @@ def test_what_a_recording_relies_on_is_guarded(change, reason, then):
         assert twins.times(2, batch()) == ["capture", "replay"]
 
 
-def test_an_adapter_that_is_added_is_seen(sd3):
+def test_an_adapter_that_is_added_is_seen(sd3):  # noqa: F811
     from peft import LoraConfig
 
     pipe, batches = sd3
@@ -462,19 +351,6 @@ def test_averaged_weights_are_recorded_or_kept_outside():
     assert twins.times(8, batch())[-3:] == ["replay"] * 3
 
 
-class Checkpointed(Loop):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.net.dropout.p = dropout
-
-    def step(self, x):
-        loss = (torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False) - x).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
-
-
 def test_gradient_checkpointing_is_recorded():
     assert Twins(Checkpointed).times(5, batch())[-2:] == ["replay"] * 2
 
@@ -627,3 +503,42 @@ def test_the_script_trains_alike_with_and_without_recording(capsys, tmp_path):
     assert finetune.main(words) == 0
     assert "same loss curve, to the bit" in capsys.readouterr().out
     assert list(tmp_path.glob("*.safetensors"))
+
+
+def thaw(loop):
+    loop.net.first.bias.requires_grad_(True)
+
+
+def evaluate(loop):
+    loop.net.eval()
+    with torch.no_grad():
+        loop.net(batch().to(loop.device))
+    loop.net.train()
+
+
+def new_rate(loop):
+    loop.optimizer.param_groups[0]["lr"].mul_(0.7)
+
+
+def drop_gradients(loop):
+    for p in list(loop.net.parameters())[::2]:
+        p.grad = None
+
+
+CHANGES = [replace_weights, freeze, thaw, reload_optimizer, decay, replace_activation, evaluate, new_rate, drop_gradients]
+CHANGES += [use_gradients_of_ones_own]
+STEPS = st.tuples(st.sampled_from([4, 6]), st.booleans())
+
+
+@settings(max_examples=40)
+@given(st.lists(st.one_of(STEPS, STEPS, STEPS, st.sampled_from(CHANGES)), max_size=30))
+def test_whatever_comes_between_steps_they_are_eagers(acts):
+    twins = Twins()
+    for act in acts:
+        if isinstance(act, tuple):
+            twins(batch(rows=act[0]), update=act[1])
+        else:
+            twins.both(act)
+    for loop in (twins.eager, twins.recorded):
+        loop.optimizer.zero_grad()
+    twins.times(2, batch())

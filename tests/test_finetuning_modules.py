@@ -4,43 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_finetuning import Loop, LoraLoop, batch, sd3  # noqa: F401
+from _training import Loop, LoraLoop, accumulated, batch, delayed, sd3, step, trained  # noqa: F401
 
 import diffgraph
 from diffgraph.compare import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
-
-
-def trained(make, loop_fn, steps=8, **options):
-    """Everything after training eagerly, the same recorded, and the report."""
-    results = []
-    for is_recorded in (False, True):
-        loop = make()
-        if is_recorded:
-            diffgraph.accelerate_module(loop.net, training=True, poison=True, **options)
-        torch.manual_seed(3)
-        outputs = [loop_fn(loop, i) for i in range(steps)]
-        results.append((outputs, loop.everything()))
-    return *results, diffgraph.report(loop.net)
-
-
-def step(loop, i):
-    return loop.step(batch(i))["loss"].detach()
-
-
-def delayed(loop, i):
-    """Three forwards, then their backwards, the last first."""
-    losses = [(loop.net(batch(3 * i + j)) - 1).square().mean() for j in range(3)]
-    for loss in reversed(losses):
-        loss.backward()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-    return torch.stack(losses).detach()
-
-
-def accumulated(loop, i):
-    return loop.step(batch(i), update=i % 4 == 3)["loss"].detach()
 
 
 def thrown_away(loop, i):
