@@ -77,7 +77,7 @@ def record(
     recorder = Recorder(sequence, weights, inputs, whole, break_ops, log)
     if after is not None:
         recorder.continue_after(after)
-    ambient = _as_eager() if log is None else in_one_thread()
+    ambient = _as_eager() if log is None else _with_gradients()
     with sequence.pool.turn(), RECORDING, sequence.pool.recording(), ambient, _no_autocast_cache():
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
@@ -125,7 +125,13 @@ def _as_eager() -> Iterator[None]:
 @contextmanager
 def in_one_thread() -> Iterator[None]:
     """With gradients, whose backward runs in this thread: the one that has the capture open, and where breaks are known."""
-    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(False), settings_seen():
+    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@contextmanager
+def _with_gradients() -> Iterator[None]:
+    with in_one_thread(), settings_seen():
         yield
 
 

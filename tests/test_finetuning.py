@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import random
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,8 @@ import diffgraph
 import pipelines
 from diffgraph.compare import same_bits
 from pipelines import finetune
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_fifty_steps_of_a_lora_are_those_of_eager(sd3):  # noqa: F811
@@ -72,6 +78,30 @@ def test_a_sample_batch_leaves_nothing_behind():
     step = diffgraph.record_training_step(loop.step, batch(), optimizer=loop.optimizer, model=loop.net)
     assert same_bits(loop.everything(), before)
     assert route_of(step, batch())[1] == "capture"
+
+
+def test_a_sample_of_an_accumulating_step_is_recorded_at_once():
+    loop = Loop()
+    loop.step(batch())
+    step = diffgraph.record_training_step(lambda x: loop.step(x, update=False), batch(), optimizer=loop.optimizer, model=loop.net)
+    assert all(p.grad is None for p in loop.net.parameters())
+    assert route_of(step, batch())[1] == "capture"
+    assert all(p.grad is not None for p in loop.net.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+def test_a_checkpoint_with_a_rate_of_another_kind_stays_eager():
+    def number_as_rate(loop):
+        state = copy.deepcopy(loop.optimizer.state_dict())
+        state["param_groups"][0]["lr"] = 0.003
+        loop.optimizer.load_state_dict(state)
+
+    twins = Twins()
+    twins.settle()
+    twins.recorded.everything = twins.eager.everything = lambda: None
+    twins.both(number_as_rate)
+    assert twins.times(3, batch()) == ["optimizer_changed"] * 3
+    assert same_bits(list(twins.eager.net.parameters()), list(twins.recorded.net.parameters()))
 
 
 def test_batches_of_new_shapes_run_eagerly_and_then_recorded():
@@ -542,3 +572,13 @@ def test_whatever_comes_between_steps_they_are_eagers(acts):
     for loop in (twins.eager, twins.recorded):
         loop.optimizer.zero_grad()
     twins.times(2, batch())
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_lora_recorded():
+    """What `accelerate launch` starts on two GPUs, on two CPUs."""
+    words = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "pipelines.finetune", "sd3", "--steps", "8"]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT, env=alone)
+    assert found.returncode == 0, found.stderr
+    assert "same loss curve, to the bit" in found.stdout and "replays 10" in found.stdout

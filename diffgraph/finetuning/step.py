@@ -133,6 +133,7 @@ class TrainingStep:
         self._step_fn, self._modules, self._optimizers = step_fn, modules, optimizers
         self._reads = Reads(step_fn)
         self._paused = 0
+        self._unfit: str | None = None  # why the optimizers cannot be recorded any more
         self._just_changed: Reason | None = None  # since the last step
         problem = self._problem()
         if problem is not None:
@@ -206,8 +207,10 @@ class TrainingStep:
         if found is not None:
             self._drop_all(found)
             self._state.take()
-            optimizers_of.checked(self._optimizers)
+            self._unfit = _why_unfit(self._optimizers)
             logger.info("%s: recordings dropped: %s", self.name, found)
+        if self._unfit is not None:
+            raise Refused(Reason.OPTIMIZER_CHANGED, self._unfit)
         if self._state.refusal is not None:
             raise Refused(self._state.refusal)
         if not self._state.gradients.parameters:
@@ -362,6 +365,7 @@ class TrainingStep:
         before = self._reads.contents()
         with undone(self._state.gradients, self._optimizers, self.memory.pool(self._state.device)):
             run_eagerly(self._step_fn, batch, {})
+            self._state.gradients.bring_home()  # where it leaves any: a place is kept
             changed = self._state.change()
         left = change(before)
         if left is not None:
@@ -377,6 +381,16 @@ def _modules(given: Any) -> list[torch.nn.Module]:
         if (problem := _parallel(module)) is not None:
             raise OptionError(problem)
     return modules
+
+
+def _why_unfit(optimizers: list[torch.optim.Optimizer]) -> str | None:
+    """A checkpoint may bring settings that could not have been recorded with."""
+    try:
+        optimizers_of.checked(optimizers)
+    except OptionError as error:
+        warnings.warn(f"diffgraph: training steps run eager: {error}", CaptureWarning, stacklevel=6)
+        return str(error)
+    return None
 
 
 def _parallel(module: torch.nn.Module) -> str | None:
