@@ -328,6 +328,33 @@ def test_a_step_that_cannot_be_recorded_is_eager_to_the_bit(step_fn, reason):
     assert report.reasons[reason] >= 1 and report.replays == 0
 
 
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+def test_gradients_are_still_there_after_a_recording_that_failed():
+    class Reading(Loop):
+        def step(self, x, update=True):
+            output = super().step(x, update)
+            if update:
+                self.net.first.bias.data.add_(output["loss"].item())
+            return output
+
+    twins = Twins(Reading)
+    for _ in range(4):
+        twins.times(2, batch(), update=False)
+        last = twins(batch(), update=True)
+    assert last == "capture_failed"
+
+
+def test_what_changes_at_each_step_is_not_looked_at_each_time():
+    twins = Twins()
+    twins.settle()
+    routes = []
+    for i in range(60):
+        if i < 30:
+            twins.both(lambda loop, i=i: loop.optimizer.param_groups[0].update(weight_decay=i / 1000))
+        routes.append(twins(batch()))
+    assert set(routes[:30]) == {"optimizer_changed"} and routes[-3:] == ["replay"] * 3
+
+
 # -- what else belongs to training
 
 

@@ -96,8 +96,10 @@ class GradientRunner:
         if entry is None:
             entry = self.table.add(call)
             entry.label += f" (in flight {lane + 1})" if lane else ""
-            # Another lane's forward is as good a warm-up.
-            entry.seen = int(any(e.seen for s, e in self.table.entries.items() if _like(s, call) and e is not entry))
+            # Another lane's forward is as good a warm-up, and fails alike.
+            alike = [e for s, e in self.table.entries.items() if _like(s, call) and e is not entry]
+            entry.seen = int(any(e.seen for e in alike))
+            entry.refused = next((e.refused for e in alike if e.refused is not None), None)
         self.routes.log.at(entry.label)
         if entry.refused is not None:
             raise Refused(entry.refused)
@@ -114,18 +116,18 @@ class GradientRunner:
         entry.replays += route is Route.REPLAY
         entry.recent_replays += 1
         self.routes.note(route)
+        state.lasts()
         return output
 
     def _checked_state(self, module: torch.nn.Module) -> TrainingState:
         state = self._state
         if state is None:
             state = self._state = TrainingState([module], [])
-        elif (change := state.change()) is not None:
+        elif (change := state.look()) is not None:
             logger.info("training: recordings dropped: %s", change)
             for entry in self.table.all_entries():
                 self._drop(entry, lost=change)
                 entry.seen = 0
-            state.take()
         if state.refusal is not None:
             raise Refused(state.refusal)
         if not state.gradients.parameters:
@@ -138,8 +140,12 @@ class GradientRunner:
 
     def _warm_up(self, entry: Entry, state: TrainingState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.routes.note(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
+        pool = self.memory.memory(0).pool(state.device)
+        rng = pool.rng_state()
         output = forward(*args, **kwargs)
-        if state.change() is None:
+        if not pool.replayable_rng(rng):
+            self._drop(entry, refused=Reason.SIDE_EFFECTS)
+        elif state.change() is None:
             entry.seen += 1
         else:
             state.take()

@@ -76,7 +76,7 @@ def capture_step(
     """
     inputs = StaticInputs(call)
     recording = StepRecording(inputs, GraphSequence(pool), gradients)
-    held, kept, rng = gradients.held(), Kept(optimizers), pool.rng_state()
+    held, kept = gradients.held(), Kept(optimizers)
     with pool.turn(), opened("capture"):
         try:
             gradients.bring_home()
@@ -85,7 +85,6 @@ def capture_step(
         except BaseException:
             gradients.put(held)
             kept.put_back()
-            pool.set_rng_state(rng)
             recording.log.undo()
             recording.release()
             raise

@@ -200,13 +200,12 @@ class TrainingStep:
         if problem is not None:
             self._drop_all(problem[0])
             raise Refused(*problem)
-        found = self._state.change()
+        found = self._state.look()
         if found is None and self._reads.replaced() is not None:
             found = Reason.ATTRIBUTES_CHANGED
         self._just_changed = found
         if found is not None:
             self._drop_all(found)
-            self._state.take()
             self._unfit = _why_unfit(self._optimizers)
             logger.info("%s: recordings dropped: %s", self.name, found)
         if self._unfit is not None:
@@ -336,6 +335,7 @@ class TrainingStep:
         entry.replays += 1
         entry.recent_replays += 1
         self.routes.note(Route.REPLAY)
+        self._state.lasts()
 
     # -- giving up
 
@@ -353,6 +353,8 @@ class TrainingStep:
         for entry in self.table.all_entries():
             self._drop(entry, lost=reason if entry.recording is not None else entry.lost)
             entry.seen = 0
+            if entry.refused in (Reason.CAPTURE_FAILED, Reason.OUT_OF_MEMORY):
+                entry.refused = None  # worth another try
 
     # -- with a sample
 
