@@ -78,7 +78,10 @@ def record(
     if after is not None:
         recorder.continue_after(after)
     ambient = _as_eager() if log is None else _with_gradients()
-    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), ambient, _no_autocast_cache():
+    # A training step's own autocast ends in it, and the cache with it; and where a weight is used twice, it changes the bits.
+    keeps_cache = log is not None and not torch.is_autocast_enabled(sequence.pool.device.type)
+    cache = nullcontext() if keeps_cache else _no_autocast_cache()
+    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), ambient, cache:
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
         sequence.ambient = Ambient.now(sequence.pool.device.type)

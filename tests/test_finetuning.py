@@ -385,6 +385,21 @@ def test_a_scaler_of_gradients_is_recorded():
     assert twins(batch(1)) == "replay"
 
 
+def test_weights_that_are_used_twice_under_autocast():
+    """Autocast casts them once, so their gradients are added in bf16."""
+
+    class Twice(Loop):
+        def step(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (self.net(self.net(x)) - x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss
+
+    assert Twins(Twice).times(6, batch())[-3:] == ["replay"] * 3
+
+
 def test_averaged_weights_are_recorded_or_kept_outside():
     from diffusers.training_utils import EMAModel
 
