@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -348,11 +349,11 @@ def test_what_changes_at_each_step_is_not_looked_at_each_time():
     twins = Twins()
     twins.settle()
     routes = []
-    for i in range(60):
-        if i < 30:
+    for i in range(36):
+        if i < 12:
             twins.both(lambda loop, i=i: loop.optimizer.param_groups[0].update(weight_decay=i / 1000))
         routes.append(twins(batch()))
-    assert set(routes[:30]) == {"optimizer_changed"} and routes[-3:] == ["replay"] * 3
+    assert set(routes[:24]) == {"optimizer_changed"} and routes[-3:] == ["replay"] * 3
 
 
 # -- what else belongs to training
@@ -476,12 +477,13 @@ def test_accelerates_accumulation_chooses_the_recording():
     assert diffgraph.report(step).replays >= 8 and diffgraph.report(step).captures == 3
 
 
-def test_the_learning_rate_may_be_a_number_that_is_held_elsewhere():
-    """A closure's plain values are part of the signature."""
-    loop, scale = Loop(), 1.0
+@pytest.mark.parametrize("where", ["closure", "options"])
+def test_numbers_that_the_step_reads_by_name_are_part_of_the_signature(where):
+    loop, scale, options = Loop(), 1.0, SimpleNamespace(scale=1.0, unread=0)
 
     def step_fn(x):
-        loss = scale * (loop.net(x) - x).square().mean()
+        factor = scale if where == "closure" else options.scale
+        loss = factor * (loop.net(x) - x).square().mean()
         loss.backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -490,7 +492,9 @@ def test_the_learning_rate_may_be_a_number_that_is_held_elsewhere():
     step = recorded(loop, step_fn)
     routes = [route_of(step, batch())[1] for _ in range(5)]
     assert routes == SETTLED
-    scale = 2.0
+    options.unread += 1
+    assert route_of(step, batch())[1] == "replay"
+    scale = options.scale = 2.0
     assert [route_of(step, batch())[1] for _ in range(3)] == ["unseen_signature", "capture", "replay"]
 
 

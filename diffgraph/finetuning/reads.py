@@ -6,6 +6,7 @@ values are part of the signature. Other objects must stay the same ones, and a c
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -36,13 +37,16 @@ class Seen(NamedTuple):
 class Reads:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._names: dict[str, Get] = {}
+        self._paths: dict[str, tuple[Get, tuple[str, ...]]] = {}  # `args.weight`: from a name to an attribute's attribute
         self._owners: list[Any] = []
         self._follow(fn, set())
         self._then = self.objects()
 
     def values(self) -> list[Any]:
         """The plain ones, by name."""
-        return [(name, value) for name, get in self._names.items() if is_constant(value := get())]
+        named = [(name, value) for name, get in self._names.items() if is_constant(value := get())]
+        reached = ((name, _reached(get(), path)) for name, (get, path) in self._paths.items())
+        return named + [(name, value) for name, value in reached if is_constant(value)]
 
     def objects(self) -> dict[str, Any]:
         found = {name: get() for name, get in self._names.items()}
@@ -92,18 +96,28 @@ class Reads:
                 if isinstance(method, FunctionType) and id(method) not in seen:
                     seen.add(id(method))
                     self._follow_method(owner, method, seen)
+        self._add_paths({fn.__code__.co_varnames[0]: functools.partial(_itself, owner)}, fn.__code__)
         if not any(owner is known for known in self._owners):
             self._owners.append(owner)
         self._follow_function(fn, seen)
 
     def _follow_function(self, fn: FunctionType, seen: set[int]) -> None:
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            self._add(name, functools.partial(_content, cell), fn, seen)
-        for name in _names(fn.__code__):
-            if name in fn.__globals__:
-                self._add(f"{fn.__module__}.{name}", functools.partial(fn.__globals__.get, name, _ABSENT), fn, seen)
+        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+        free: dict[str, Get] = {name: functools.partial(_content, cell) for name, cell in cells}
+        known = [name for name in _names(fn.__code__) if name in fn.__globals__]
+        shared: dict[str, Get] = {name: functools.partial(fn.__globals__.get, name, _ABSENT) for name in known}
+        for name, get in free.items():
+            self._add(name, get, fn, seen)
+        for name, get in shared.items():
+            self._add(f"{fn.__module__}.{name}", get, fn, seen)
+        self._add_paths({**shared, **free}, fn.__code__)
         for i, value in enumerate([*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]):
             self._add(f"{fn.__qualname__}[{i}]", functools.partial(_itself, value), fn, seen)
+
+    def _add_paths(self, roots: dict[str, Get], code: CodeType) -> None:
+        for root, path in _paths(code):
+            if root in roots:
+                self._paths.setdefault(".".join([code.co_name, root, *path]), (roots[root], path))
 
     def _add(self, name: str, get: Get, reader: Any, seen: set[int]) -> None:
         value = get()
@@ -147,6 +161,29 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _paths(code: CodeType) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Attributes that code reads, by the name that it reads them from: `("args", ("weight",))` for `args.weight`."""
+    root, path = "", ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_ATTR" and root:
+            path = (*path, str(instruction.argval))
+            yield root, path
+        else:
+            named = instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_FAST")
+            root, path = (str(instruction.argval), ()) if named else ("", ())
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _paths(constant)
+
+
+def _reached(value: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        if isinstance(value, (*_NOT_FOLLOWED, ModuleType, type)):
+            return _ABSENT
+        value = _attribute(value, name)
+    return value
 
 
 def _itself(value: Any) -> Any:
