@@ -17,23 +17,27 @@ from typing import Any
 import torch
 
 from diffgraph.current import RECORDING, open_recorder
-from diffgraph.errors import OptionError
+from diffgraph.errors import CaptureError, OptionError
 from diffgraph.padding import current as padding_now
 from diffgraph.padding import left_out, without_padding
+from diffgraph.pieces import LAYOUT, Layout
 from diffgraph.sequence import Break, GraphSequence
+from diffgraph.tensors import map_tensors, tensors_in
 from diffgraph.untraced import untraced
 
 
 @contextmanager
-def placed(module: torch.nn.Module, breaks: str | Sequence[str], more: Sequence[str] = ()) -> Iterator[None]:
+def placed(
+    module: torch.nn.Module, breaks: str | Sequence[str], more: Sequence[str] = (), *, in_graph: bool = False
+) -> Iterator[None]:
     """Inside, every chosen call, and that of the submodules named by `more`, is a break of the capture that the calling thread
-    has open."""
+    has open. `in_graph`: to Dynamo, attention is a node of its graph (see `pieces`)."""
     with RECORDING, ExitStack() as stack:
         if breaks in ("auto", "attention"):
-            stack.enter_context(_attention())
+            stack.enter_context(_attention(in_graph))
         else:
             for name in breaks:
-                stack.enter_context(_attention() if name == "attention" else _named(module, name))
+                stack.enter_context(_attention(in_graph) if name == "attention" else _named(module, name))
         for name in more:
             stack.enter_context(_named(module, name))
         yield
@@ -80,22 +84,56 @@ def _break(
     return untraced(stand_in)
 
 
+@functools.lru_cache(maxsize=64)  # the very same for each capture, which compiled code is valid for
+def _node(
+    name: str, live: Callable[[], Callable[..., Any]], original: Callable[..., Any], rows: int | None
+) -> Callable[..., Any]:
+    """The same as one opaque node of Dynamo's graph, in which `pieces` finds it. (It does not `wraps`: the graph would call it by
+    the original's name.)"""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    stand_in, layout = _break(name, live, original, rows), Layout(heads_first=rows == -2)
+
+    def node(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
+            return stand_in(*args, **kwargs)
+        if open_recorder() is not None:
+            raise CaptureError("what was compiled for this forward does not fit it when it is recorded")
+        return map_tensors(layout.of, original(*args, **kwargs))
+
+    setattr(node, LAYOUT, layout)
+    torch.compiler.allow_in_graph(node)
+    return node
+
+
 @contextmanager
-def _attention() -> Iterator[None]:
+def _attention(in_graph: bool = False) -> Iterator[None]:
     """The two doors through which every diffusers model reaches attention.
 
     diffusers' registry is patched and not `dispatch_attention_fn`, which 49 of its modules imported by name. One door calls the
     other; the second is then inside a break, so it runs plainly.
     """
+    make = _node if in_graph else _break
     with ExitStack() as stack:
-        functional = torch.nn.functional
-        sdpa = "scaled_dot_product_attention"
-        stack.enter_context(_replaced(functional.__dict__, sdpa, "attention", lambda: getattr(functional, sdpa), rows=-2))
+        functional = torch.nn.functional.__dict__
+        stack.enter_context(_replaced(functional, _SDPA, "attention", _live_sdpa, rows=-2, make=make))
         registry = _registry()
         for backend in list(registry):
             name = f"attention ({getattr(backend, 'value', backend)})"
-            stack.enter_context(_replaced(registry, backend, name, partial(registry.__getitem__, backend), rows=1))
+            stack.enter_context(_replaced(registry, backend, name, _live_backend(backend), rows=1, make=make))
         yield
+
+
+_SDPA = "scaled_dot_product_attention"
+
+
+def _live_sdpa() -> Callable[..., Any]:
+    return getattr(torch.nn.functional, _SDPA)
+
+
+@functools.cache
+def _live_backend(backend: Any) -> Callable[[], Callable[..., Any]]:
+    return partial(_registry().__getitem__, backend)
 
 
 def _registry() -> dict[Any, Callable[..., Any]]:
@@ -130,11 +168,16 @@ def _resolve(module: torch.nn.Module, name: str) -> tuple[Any, str]:
 
 @contextmanager
 def _replaced(
-    where: dict[Any, Any], key: Any, name: str, live: Callable[[], Callable[..., Any]], rows: int | None = None
+    where: dict[Any, Any],
+    key: Any,
+    name: str,
+    live: Callable[[], Callable[..., Any]],
+    rows: int | None = None,
+    make: Callable[..., Callable[..., Any]] = _break,
 ) -> Iterator[None]:
     absent = key not in where  # a method of the class, reached through the instance
     found = live()
-    where[key] = _break(name, live, found, rows)
+    where[key] = make(name, live, found, rows)
     try:
         yield
     finally:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from diffgraph.blocks import BlockCompiler
 from diffgraph.capture import Recording, capture
-from diffgraph.compare import close
 from diffgraph.current import foreign_capture, intercepted, open_recorder
 from diffgraph.devices import Pool
 from diffgraph.entry import PAYS_AFTER, Entry
@@ -34,7 +34,7 @@ from diffgraph.signature import Call, Refused
 from diffgraph.state import State
 from diffgraph.table import Table
 from diffgraph.traffic import asked_shape
-from diffgraph.verification import is_same, is_slower
+from diffgraph.verification import is_close, is_same, is_slower
 
 if TYPE_CHECKING:
     from diffgraph.finetuning.module import GradientRunner
@@ -77,6 +77,7 @@ class Runner:
         self._state = State(options, self.positional)
         self._break_ops: set[Any] = set()  # which failed to be recorded
         self.training: GradientRunner | None = None  # takes the calls under gradients
+        self._compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)
         self._paused = 0
         self._paid = 0  # recordings that have
         self._thread = threading.local()
@@ -340,6 +341,7 @@ class Runner:
                 breaks=self.options.breaks,
                 more_breaks=entry.values.breaks,
                 break_ops=self._break_ops,
+                compiler=self._compiler,
             )
         except OpNotRecordable as error:
             if error.op in self._break_ops:
@@ -390,7 +392,7 @@ class Runner:
         """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
         if recording.wrote_inputs or recording.left is not None:
             return Reason.SIDE_EFFECTS
-        if self.options.verify and not close(output, self._eager(visit.module, visit.args, visit.kwargs)):
+        if self.options.verify and not is_close(output, self._eager(visit.module, visit.args, visit.kwargs), visit.module):
             return Reason.VERIFY_FAILED
         return None
 
@@ -433,7 +435,7 @@ class Runner:
             pool.set_rng_state(rng)
         output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
         try:
-            same = is_same(replayed, output, module, self._run_forward, call) and recording.did(args, kwargs)
+            same = is_same(replayed, output, recording, module, self._run_forward, call) and recording.did(args, kwargs)
             reason = self._distrust(visit, recording, same, replay_ms, eager_ms)
         except torch.OutOfMemoryError:  # of the comparison, which needs memory of its own
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
@@ -509,6 +511,8 @@ class Runner:
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""
         self._state.forgive()
+        if self._compiler is not None:
+            self._compiler.forgive()
         for entry in self.table.all_entries():
             entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
             entry.values.forgive()
