@@ -237,9 +237,9 @@ def _recorded(
         around.placed(module, recording.padding),
         record(sequence, weights=weights, inputs=inputs.tensors, **rules) as recorder,
     ):
-        output = map_leaves(_settled, forward(*args, **kwargs), objects=True)
+        output = map_leaves(settled, forward(*args, **kwargs), objects=True)
         changed = inputs.changed(args, kwargs)
-        _check_outputs((output, changed and changed[0]))
+        check_outputs((output, changed and changed[0]))
     recording.wrote_inputs = bool(recorder.written)
     recording._set_outputs(output, changed, recorder.is_born)
     recording.draws = recording.pool.drew(rng)
@@ -250,13 +250,13 @@ def _recorded(
     return recording, result
 
 
-def _settled(leaf: Any) -> Any:
+def settled(leaf: Any) -> Any:
     """Without a conjugation or negation that is yet to be done: an alias of the memory would not know of it."""
     lazy = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and (leaf.is_conj() or leaf.is_neg())
     return leaf.resolve_conj().resolve_neg() if lazy else leaf
 
 
-def _check_outputs(output: Any) -> None:
+def check_outputs(output: Any) -> None:
     for leaf in flatten(output, objects=True)[0]:
         if isinstance(leaf, torch.Tensor) and not has_plain_memory(leaf):
             raise CaptureError(f"the forward returned a {describe(leaf)}; accepted: plain dense tensors")

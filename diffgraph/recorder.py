@@ -14,7 +14,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diffgraph.ambient import Ambient
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
+from diffgraph.finetuning.generators import settings_seen
+from diffgraph.finetuning.writes import WriteLog
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.places import calling_line
-from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
+from diffgraph.recordable import draws, on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
 from diffgraph.tree import flatten, map_leaves, unflatten
@@ -58,18 +60,25 @@ def record(
     inputs: Iterable[torch.Tensor] = (),
     whole: bool = False,
     break_ops: Collection[Any] = (),
+    log: WriteLog | None = None,
+    after: Recorder | None = None,
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
     `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all; `break_ops`
-    become breaks, and an op that fails to be recorded raises `OpNotRecordable`.
+    become breaks, and an op that fails to be recorded raises `OpNotRecordable`. `log`: gradients are recorded as well, what is
+    written for good is noted there, and nothing may be brought to the host, since a replay that then stops could not be undone.
+    `after`: the recording that always replays before this one, in the same pool: what it bore is borne for this one too.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
-    recorder = Recorder(sequence, weights, inputs, whole, break_ops)
-    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), precision():
+    recorder = Recorder(sequence, weights, inputs, whole, break_ops, log)
+    if after is not None:
+        recorder.continue_after(after)
+    state = precision() if log is None else _with_gradients(sequence.pool.device)
+    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), state:
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
         sequence.ambient = Ambient.now(sequence.pool.device.type)
@@ -113,11 +122,32 @@ def precision() -> Iterator[None]:
     another path than eager does (`matmul` folds by `requires_grad`), with other bits. And autocast keeps no weights that it has
     cast until its block ends: memory of the pool, held by somebody else.
     """
+    with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+        yield
+
+
+@contextmanager
+def _with_gradients(device: torch.device) -> Iterator[None]:
+    """The thread's state in which a training step is recorded. Its own autocast ends in it, and the cache with it; and where a
+    weight is used twice, the cache changes the bits."""
+    cache = _no_autocast_cache() if torch.is_autocast_enabled(device.type) else nullcontext()
+    with in_one_thread(), settings_seen(), cache:
+        yield
+
+
+@contextmanager
+def in_one_thread() -> Iterator[None]:
+    """With gradients, whose backward runs in this thread: the one that has the capture open, and where breaks are known."""
+    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
+        yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
 
@@ -134,9 +164,12 @@ class Recorder(TorchDispatchMode):
         inputs: Iterable[torch.Tensor],
         whole: bool,
         break_ops: Collection[Any],
+        log: WriteLog | None,
     ) -> None:
         super().__init__()
         self._break_ops = break_ops
+        self._log = log
+        self.generator_was_set = False  # by the step that is recorded
         self.sequence = sequence
         self.pool = sequence.pool
         self.whole = whole
@@ -152,6 +185,9 @@ class Recorder(TorchDispatchMode):
         self._made_on_host: dict[int, StorageWeakRef] = {}
         self._pending: list[tuple[torch.Tensor, Binding, torch.Tensor]] = []  # boundary buffer, its binding, the break's result
 
+    def continue_after(self, other: Recorder) -> None:
+        self._born = dict(other._born)
+
     # -- life of a segment
 
     def begin(self) -> None:
@@ -160,6 +196,8 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> None:
         if self.failure is not None:
             raise CaptureError(f"a break raised {self.failure!r} during capture") from self.failure
+        if self._log is not None and self._log.is_for_undoing:
+            self._log.before_running()
         self._close()
 
     def abort(self) -> None:
@@ -195,12 +233,14 @@ class Recorder(TorchDispatchMode):
             with self:  # the ops that it is made of are recorded
                 return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         self._note_writes(func, args, kwargs)
-        if self._segment is None or self.in_break:
+        if self._segment is None or self.in_break or getattr(func, "namespace", "") == "profiler":
             return func(*args, **kwargs)
         leaves = flatten((args, kwargs))[0]
         why_not = why_never_recordable(leaves)
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
+        if self.generator_was_set and draws(func, args, kwargs):
+            raise CaptureError(f"{func} cannot be replayed: it draws what was drawn before (gradient checkpointing with dropout)")
         if on_host_alone(leaves, self.pool.device):
             return self._run_on_host(func, args, kwargs)
         why = why_not_recordable(func, args, leaves, self.pool.device)
@@ -244,8 +284,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        if self._inputs and any(storage_of(t) in self._inputs for t in written_by(func, args, kwargs)):
+        written = written_by(func, args, kwargs) if self._inputs or self._log is not None else []
+        if any(storage_of(t) in self._inputs for t in written):
             self.written.append(str(func))
+        if self._log is not None:
+            self._log.note((t for t in written if not self.is_born(t)), runs_now=self.pool.runs_while_recording)
 
     def _note_lifetimes(self, read: list[torch.Tensor], result: Any) -> None:
         for tensor in read:
@@ -269,6 +312,8 @@ class Recorder(TorchDispatchMode):
         for plain in plain_parts(tensor):
             key = storage_of(plain)
             if key not in self._born and key not in self._weights and key not in self.sequence.held:
+                if self._log is not None and key not in self._inputs:
+                    _check_is_known(tensor)
                 # The memory, that is: `parameter.data = other` gives the parameter another.
                 self.sequence.held[key] = plain.detach() if plain.layout == torch.strided else plain
 
@@ -296,6 +341,8 @@ class Recorder(TorchDispatchMode):
         try:
             if self.whole:
                 raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")
+            if self._log is not None:
+                self._log.before_running()
             self._close()
             step = Break(name, fn, *map_leaves(self._break_input, (args, kwargs)))
             step.where = calling_line()
@@ -309,6 +356,8 @@ class Recorder(TorchDispatchMode):
                 self.sequence.steps.append(step)
                 self._segment = self.pool.open_segment()
                 leaves, spec = flatten(result)
+                if self._log is not None:
+                    _check_for_training(name, fn, leaves, self.pool.device)
                 bindings, leaves = self._bind(leaves, {storage_of(t) for t in tensors_in(given)})
         except BaseException as error:
             # If the forward swallows it, the path taken from here on is not one to replay: finish eagerly.
@@ -387,6 +436,27 @@ class Recorder(TorchDispatchMode):
                 else:
                     self._pending.append((buffer, bindings[i], result))
         return bindings, replaced
+
+
+def _check_for_training(name: str, fn: Any, leaves: list[Any], device: torch.device) -> None:
+    """What a break may not hand to a training step."""
+    where = calling_line() or "a line that is not known"
+    if size_depends_on_data(fn):
+        raise CaptureError(f"{name} gives a size that depends on values ({where}), and a replay could not go back")
+    for leaf in leaves:
+        if leaf is None:  # an op that writes in place may return nothing
+            continue
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != device.type:
+            raise CaptureError(f"{name} brings a value to the host ({where}), from where a replay could not go back")
+        if leaf.requires_grad:
+            raise CaptureError(f"{name} is a break ({where}), through which no gradient flows")
+
+
+def _check_is_known(tensor: torch.Tensor) -> None:
+    """A training step's weights must be guarded, and the gradients that it makes found."""
+    if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+        size = "x".join(map(str, tensor.shape))
+        raise CaptureError(f"the step reads a parameter [{size}] of a module that it was not told of; accepted: all in model=")
 
 
 def _is_made_of_others(kind: type) -> bool:

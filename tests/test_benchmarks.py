@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import _table, chart, denoiser, memory, peers, pipeline, readme
+from benchmarks import _table, chart, denoiser, finetuning, memory, peers, pipeline, readme
 
 COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
 TINY = ["--size", "tiny", "--device", "cpu"]
@@ -103,6 +103,16 @@ def test_a_table_aligns_text_left_and_numbers_right():
     rows = [{"a": "x", "b": 1.25, "c": True}, {"a": "long", "b": 100.0, "c": None}]
     lines = _table.table(rows, {"name": "a", "ms": "b", "ok": "c"}).splitlines()
     assert lines == ["name    ms   ok", "x     1.25  yes", "long   100"]
+
+
+def test_a_training_step_is_measured_in_every_mode(tmp_path):
+    rows = run(finetuning, tmp_path / "cpu.json", "--families", "sd3", "--shapes", "16x16", "--repeats", "2", "--curve", "6")
+    assert [row["mode"] for row in rows] == list(finetuning.MODES)
+    for row in rows:
+        assert row.keys() >= COLUMNS and row["ms"] > 0 and row["ratio"] > 0 and row["note"] is None
+        assert row["max_abs_diff"] == 0 and row["equal"] is True
+        if row["mode"] != "eager":
+            assert row["capture_s"] > 0 and row["pool_mib"] > 0 and row["segments"] > 0
 
 
 def test_peers_are_measured_side_by_side_and_drawn(tmp_path, monkeypatch):
