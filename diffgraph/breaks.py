@@ -23,14 +23,19 @@ from diffgraph.padding import left_out, without_padding
 from diffgraph.sequence import Break, GraphSequence
 from diffgraph.untraced import untraced
 
+#: diffusers' names of the attention that is PyTorch's own.
+_NATIVE = frozenset({"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"})
+
 
 @contextmanager
-def placed(module: torch.nn.Module, breaks: str | Sequence[str], more: Sequence[str] = ()) -> Iterator[None]:
+def placed(
+    module: torch.nn.Module, breaks: str | Sequence[str], more: Sequence[str] = (), *, is_parallel: bool = False
+) -> Iterator[None]:
     """Inside, every chosen call, and that of the submodules named by `more`, is a break of the capture that the calling thread
-    has open."""
+    has open. `is_parallel`: other ranks take part in the forward, and each break costs the host more than it saves."""
     with RECORDING, ExitStack() as stack:
         if breaks in ("auto", "attention"):
-            stack.enter_context(_attention())
+            stack.enter_context(_attention(is_parallel and breaks == "auto"))
         else:
             for name in breaks:
                 stack.enter_context(_attention() if name == "attention" else _named(module, name))
@@ -56,11 +61,16 @@ def unused(breaks: str | Sequence[str], sequence: GraphSequence) -> list[str]:
 
 
 def _break(
-    name: str, live: Callable[[], Callable[..., Any]], original: Callable[..., Any], rows: int | None
+    name: str,
+    live: Callable[[], Callable[..., Any]],
+    original: Callable[..., Any],
+    rows: int | None,
+    unless_unmasked: bool,
 ) -> Callable[..., Any]:
     """A stand-in for `original`: a break while this thread records, plain otherwise. `live` finds the function at replay.
 
-    `rows`: the dimension along which padded rows of a prompt are to be left out, if any are.
+    `rows`: the dimension along which padded rows of a prompt are to be left out, if any are. `unless_unmasked`: no break where
+    no mask is given.
     """
 
     def at_replay(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +79,8 @@ def _break(
     @functools.wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         recorder, padding = open_recorder(), padding_now()
-        if recorder is not None and not recorder.in_break:
+        is_recorded = unless_unmasked and not _is_masked(args, kwargs)
+        if recorder is not None and not recorder.in_break and not is_recorded:
             fn = at_replay if padding is None or rows is None else without_padding(at_replay, padding, rows)
             return recorder.run_break(name, fn, args, kwargs)
         if recorder is None and padding is not None and rows is not None:
@@ -80,21 +91,29 @@ def _break(
     return untraced(stand_in)
 
 
+def _is_masked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None
+
+
 @contextmanager
-def _attention() -> Iterator[None]:
+def _attention(unless_unmasked: bool = False) -> Iterator[None]:
     """The two doors through which every diffusers model reaches attention.
 
     diffusers' registry is patched and not `dispatch_attention_fn`, which 49 of its modules imported by name. One door calls the
-    other; the second is then inside a break, so it runs plainly.
+    other; the second is then inside a break, so it runs plainly. `unless_unmasked`: PyTorch's own attention without a mask is no
+    break, since it is safe to record.
     """
     with ExitStack() as stack:
         functional = torch.nn.functional
         sdpa = "scaled_dot_product_attention"
-        stack.enter_context(_replaced(functional.__dict__, sdpa, "attention", lambda: getattr(functional, sdpa), rows=-2))
+        stack.enter_context(
+            _replaced(functional.__dict__, sdpa, "attention", lambda: getattr(functional, sdpa), -2, unless_unmasked)
+        )
         registry = _registry()
         for backend in list(registry):
-            name = f"attention ({getattr(backend, 'value', backend)})"
-            stack.enter_context(_replaced(registry, backend, name, partial(registry.__getitem__, backend), rows=1))
+            kind = str(getattr(backend, "value", backend))
+            live, own = partial(registry.__getitem__, backend), unless_unmasked and kind in _NATIVE
+            stack.enter_context(_replaced(registry, backend, f"attention ({kind})", live, 1, own))
         yield
 
 
@@ -130,11 +149,16 @@ def _resolve(module: torch.nn.Module, name: str) -> tuple[Any, str]:
 
 @contextmanager
 def _replaced(
-    where: dict[Any, Any], key: Any, name: str, live: Callable[[], Callable[..., Any]], rows: int | None = None
+    where: dict[Any, Any],
+    key: Any,
+    name: str,
+    live: Callable[[], Callable[..., Any]],
+    rows: int | None = None,
+    unless_unmasked: bool = False,
 ) -> Iterator[None]:
     absent = key not in where  # a method of the class, reached through the instance
     found = live()
-    where[key] = _break(name, live, found, rows)
+    where[key] = _break(name, live, found, rows, unless_unmasked)
     try:
         yield
     finally:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from diffgraph import breaks as break_points
+from diffgraph.collectives import arrived
 from diffgraph.compare import same_bits
 from diffgraph.containers import follow
 from diffgraph.devices import Pool
 from diffgraph.errors import CaptureError
 from diffgraph.padding import Padding
 from diffgraph.ranges import opened
+from diffgraph.ranks import Ranks
 from diffgraph.recorder import record
 from diffgraph.sequence import Break, GraphSequence
 from diffgraph.signature import Call, is_constant
@@ -60,17 +62,30 @@ class Recording:
         found = [step.reader() for step in self.sequence.steps if isinstance(step, Break) and step.reader is not None]
         return [module for module in found if module is not None]
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Call, ranks: Ranks | None = None) -> Any:
+        """`ranks`: those that run it at the same time for the first time, and speak to one another on the way."""
         with self.pool.turn():
             self.inputs.copy_from(call.leaves)
             if self.padding is not None and call.prompt is not None:
                 self.padding.lengths = call.prompt.lengths
-            self.sequence.replay()
-            return self.outputs(call.leaves)
+            self.sequence.is_half_done = False
+            room = self._room() if self.sequence.collectives else {}
+            if ranks is None:
+                self.sequence.replay()
+            else:
+                with ranks.watching():
+                    self.sequence.replay(None if self.pool.runs_while_recording else ranks.before)
+            return self.outputs(call.leaves, room)
 
-    def outputs(self, given: list[Any]) -> Any:
+    def _room(self) -> dict[int, torch.Tensor]:
+        """Memory for what the next replay returns: where there is none, other ranks do not yet wait for our part in it."""
+        mine = (leaf for leaf, at in zip(self._leaves, self._given, strict=True) if at is None)
+        return {id(leaf): torch.empty_like(leaf) for leaf in mine if isinstance(leaf, torch.Tensor)}
+
+    def outputs(self, given: list[Any], room: dict[int, torch.Tensor] | None = None) -> Any:
         """Clones, in the forward's own containers: the next replay must not overwrite what this one returned."""
-        made: dict[int, torch.Tensor] = {}
+        room = room or {}
+        made = {id(leaf): room[id(leaf)].copy_(leaf) for leaf in self._leaves if id(leaf) in room}
         leaves = [
             given[at] if at is not None else _cloned(leaf, made) for leaf, at in zip(self._leaves, self._given, strict=True)
         ]
@@ -91,9 +106,7 @@ class Recording:
         left, self.left = self.left, None
         return spec == self.left_spec and same_bits(leaves, left)
 
-    def _set_outputs(
-        self, output: Any, changed: tuple[list[Any], Spec] | None, is_born: Callable[[torch.Tensor], bool]
-    ) -> None:
+    def _set_outputs(self, output: Any, changed: tuple[list[Any], Spec] | None, is_born: Callable[[torch.Tensor], bool]) -> None:
         """`changed`: what the forward left in the containers that it was given."""
         left, self.left_spec = (None, None) if changed is None else changed
         leaves, self._spec = flatten((output, left), objects=True)
@@ -127,11 +140,11 @@ class EagerRecording(Recording):
         super().__init__(inputs, sequence)
         self._forward = forward
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Call, ranks: Ranks | None = None) -> Any:
         with self.pool.turn():
             self.inputs.copy_from(call.leaves)
             args, kwargs = self.inputs.call()
-            output = self._forward(*args, **kwargs)
+            output = map_leaves(settled, self._forward(*args, **kwargs), objects=True)
             self._set_outputs(output, self.inputs.changed(args, kwargs), lambda _: False)
             return self.outputs(call.leaves)
 
@@ -146,10 +159,13 @@ def capture(
     breaks: str | Sequence[str],
     more_breaks: Sequence[str] = (),
     break_ops: Collection[Any] = (),
+    ranks: Ranks | None = None,
+    collectives: str = "record",
 ) -> tuple[Recording, Any]:
     """Record `forward` for this call. Returns the recording and the call's own result: a capture is a true forward.
 
-    `more_breaks` are names of submodules, beside what `breaks` chooses, and `break_ops` ops to run eagerly.
+    `more_breaks` are names of submodules, beside what `breaks` chooses, and `break_ops` ops to run eagerly. `ranks` are those
+    that record the same at the same time; what they say to one another is recorded or a break, as `collectives` tells.
     Whatever the forward raises is passed on, with nothing of the attempt left.
     """
     with pool.turn(), opened("capture"):
@@ -165,13 +181,22 @@ def capture(
         weights = chain(module.parameters(), module.buffers())
         recording.padding = None if call.prompt is None else call.prompt.padding()
         with (
-            break_points.placed(module, () if whole else breaks, () if whole else more_breaks),
+            break_points.placed(module, () if whole else breaks, () if whole else more_breaks, is_parallel=ranks is not None),
             padded(module, call, recording.padding),
-            record(sequence, weights=weights, inputs=inputs.tensors, whole=whole, break_ops=break_ops) as recorder,
+            record(
+                sequence,
+                weights=weights,
+                inputs=inputs.tensors,
+                whole=whole,
+                break_ops=break_ops,
+                ranks=ranks,
+                break_at_collectives=collectives == "break",
+            ) as recorder,
         ):
-            output = map_leaves(_settled, forward(*args, **kwargs), objects=True)
+            output = map_leaves(settled, forward(*args, **kwargs), objects=True)
             changed = inputs.changed(args, kwargs)
             _check_outputs((output, changed and changed[0]))
+            _check_host_reads(sequence)
         recording.wrote_inputs = bool(recorder.written)
         recording._set_outputs(output, changed, recorder.is_born)
         recording.draws = pool.drew(rng)
@@ -195,10 +220,21 @@ def padded_forward(module: torch.nn.Module, forward: Forward, call: Call) -> Any
         return forward(*args, **kwargs)
 
 
-def _settled(leaf: Any) -> Any:
-    """Without a conjugation or negation that is yet to be done: an alias of the memory would not know of it."""
+def settled(leaf: Any) -> Any:
+    """Without what is yet to be done at its first use, a conjugation, a negation, or to wait for a collective: an alias of the
+    memory would not know of it."""
+    leaf = arrived(leaf)
     lazy = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and (leaf.is_conj() or leaf.is_neg())
     return leaf.resolve_conj().resolve_neg() if lazy else leaf
+
+
+def _check_host_reads(sequence: GraphSequence) -> None:
+    """Where a replay gives up since the host reads another value, other ranks must not wait for the rest of it."""
+    issued = 0
+    for step in sequence.steps:
+        issued += step.collectives
+        if issued and isinstance(step, Break) and step.reads_host:
+            raise CaptureError(f"{step.name} is read by the host after a collective, where the ranks of a replay could part")
 
 
 def _check_outputs(output: Any) -> None:

@@ -14,7 +14,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -23,10 +23,12 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.ambient import Ambient
+from diffgraph.collectives import completed, is_collective, is_wrapping, waited
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.places import calling_line
+from diffgraph.ranks import Ranks
 from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
@@ -58,17 +60,19 @@ def record(
     inputs: Iterable[torch.Tensor] = (),
     whole: bool = False,
     break_ops: Collection[Any] = (),
+    ranks: Ranks | None = None,
+    break_at_collectives: bool = False,
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
     `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all; `break_ops`
-    become breaks, and an op that fails to be recorded raises `OpNotRecordable`.
+    become breaks, and an op that fails to be recorded raises `OpNotRecordable`; `ranks` record the same forward at the same time.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
-    recorder = Recorder(sequence, weights, inputs, whole, break_ops)
+    recorder = Recorder(sequence, weights, inputs, whole, break_ops, ranks, break_at_collectives)
     with sequence.pool.turn(), RECORDING, sequence.pool.recording(), _as_eager(), _no_autocast_cache():
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
@@ -136,9 +140,14 @@ class Recorder(TorchDispatchMode):
         inputs: Iterable[torch.Tensor],
         whole: bool,
         break_ops: Collection[Any],
+        ranks: Ranks | None = None,
+        break_at_collectives: bool = False,
     ) -> None:
         super().__init__()
         self._break_ops = break_ops
+        self._ranks, self._break_at_collectives = ranks, break_at_collectives
+        self._collectives = 0  # since the last step was closed
+        self._under_way: list[torch.Tensor] = []  # what collectives make, perhaps not waited for
         self.sequence = sequence
         self.pool = sequence.pool
         self.whole = whole
@@ -166,6 +175,8 @@ class Recorder(TorchDispatchMode):
 
     def abort(self) -> None:
         self._pending.clear()
+        with suppress(Exception):  # the failure that brought us here may have put an end to them
+            self._join()
         segment, self._segment = self._segment, None
         if segment is not None:
             segment.abort()
@@ -173,9 +184,13 @@ class Recorder(TorchDispatchMode):
 
     def _close(self) -> None:
         """End the open segment, hand it the results it waits for, and let it run."""
+        self._join()
         segment, self._segment = self._segment, None
+        segment.collectives, self._collectives = self._collectives, 0
         try:
             segment.end()
+            if self._ranks is not None and segment.collectives and not self.pool.runs_while_recording:
+                self._ranks.before(f"segment {self.sequence.segments}")
         except BaseException:
             segment.reset()
             raise
@@ -185,6 +200,12 @@ class Recorder(TorchDispatchMode):
                 binding.accept(result, "")
             self._pending.clear()
             segment.replay()
+
+    def _join(self) -> None:
+        """Wait for what is under way: no graph may end before that."""
+        under_way, self._under_way = self._under_way, []
+        for tensor in under_way:
+            waited(tensor)
 
     # -- ops
 
@@ -197,10 +218,15 @@ class Recorder(TorchDispatchMode):
             with self:  # the ops that it is made of are recorded
                 return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         self._note_writes(func, args, kwargs)
-        if self._segment is None or self.in_break:
+        collective = is_collective(func)
+        if collective:
+            self._collectives += 1
+            if self._ranks is not None:
+                self._ranks.before(func.name())
+        if self._segment is None or self.in_break or is_wrapping(func):
             return func(*args, **kwargs)
         leaves = flatten((args, kwargs))[0]
-        why_not = why_never_recordable(leaves)
+        why_not = why_never_recordable(func, leaves)
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
         if on_host_alone(leaves, self.pool.device):
@@ -208,10 +234,15 @@ class Recorder(TorchDispatchMode):
         why = why_not_recordable(func, args, leaves, self.pool.device)
         if why is None and func in self._break_ops:
             why = "recording it failed"
+        if collective and self._break_at_collectives:
+            self._collectives -= 1  # of the break, that is
+            return self.run_break(func.name(), completed(func), args, kwargs)
         if why is not None:
             return self.run_break(f"{func} ({why})", func, args, kwargs)
         result = self._run_recorded(func, args, kwargs)
         self._note_lifetimes(tensors_in(leaves), result)
+        if collective and not self.pool.runs_while_recording:
+            self._under_way += tensors_in(result)
         return result
 
     def _run_recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -295,6 +326,7 @@ class Recorder(TorchDispatchMode):
             step.ambient = ambient if ambient != self.sequence.ambient else None
             with self._inside_break(name):
                 result = fn(*args, **kwargs)
+                step.collectives, self._collectives = self._collectives, 0
                 left, left_spec = flatten((args, kwargs))
                 if left_spec != given_spec or not all(map(operator.is_, left, given)):
                     raise CaptureError(f"{name} changed a container it was given, which a replay cannot do for the caller")
@@ -318,7 +350,9 @@ class Recorder(TorchDispatchMode):
         self.in_break = True
         try:
             ours = _python_dispatch._get_current_dispatch_mode() is self
-            with _python_dispatch._pop_mode_temporarily() if ours else nullcontext():
+            # With other ranks we see the collectives of a break, too.
+            unseen = ours and self._ranks is None
+            with _python_dispatch._pop_mode_temporarily() if unseen else nullcontext():
                 yield
         finally:
             self.in_break = False
