@@ -10,6 +10,7 @@ from diffgraph.errors import (
     NotYetError,
     OptionError,
     OptionTypeError,
+    RankError,
     ReplayError,
     ShapeError,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "NotYetError",
     "OptionError",
     "OptionTypeError",
+    "RankError",
     "Reason",
     "ReplayError",
     "Report",

@@ -3,10 +3,11 @@
 What is assumed: each rank makes the same calls in the same order, from one thread (diffusers' context parallelism needs no less).
 
 A rank replays without asking anybody. Whatever else it wants to do with a call, it does as all do: the ranks *meet* at a call,
-each says what it would do, and all do the least of it. The others learn of a meeting from a thread that looks every few
-milliseconds; where some rank is ahead, the meeting is at the call that it has yet to make, and until then who is behind replays
-or runs eager, which issues the same collectives. While something is recorded, or replayed for the first time, the ranks also
-speak before each collective, so that one that fails takes the others with it instead of leaving them to wait.
+each says what it would do and what it has recorded; all do the least of it, and keep what all have. The others learn of a meeting
+from a thread that looks every few milliseconds; where some rank is ahead, the meeting is at the call that it has yet to make, and
+until then who is behind replays or runs eager, which issues the same collectives. While something is recorded, or replayed for
+the first time, the ranks also speak before each collective, so that one that fails takes the others with it instead of leaving
+them to wait.
 
 Speaking goes through the key-value store that torch.distributed was set up with, on the host: no stream, no further group.
 """
@@ -17,10 +18,10 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,21 +61,33 @@ def ranks_of(module: torch.nn.Module) -> Ranks | None:
     group = config._flattened_mesh.get_group()
     ranks = _known.get(group)
     if ranks is None:
-        ranks = _known[group] = Ranks(group)
+        dist, c10d = torch.distributed, torch.distributed.distributed_c10d
+        members = dist.get_process_group_ranks(group)
+        name = f"diffgraph/{group.group_name}/{'-'.join(map(str, members))}"
+        store = c10d.PrefixStore(name, c10d._get_default_store())
+        ranks = _known[group] = Ranks(dist.get_rank(), members, store, weakref.ref(group))
+        threading.Thread(target=_listen, args=(weakref.ref(ranks),), name="diffgraph ranks", daemon=True).start()
     return ranks
 
 
-class Ranks:
-    """One process' part in the agreement of those of a process group."""
+class Holder(Protocol):
+    """Of recordings, each known by a key that is the same on all ranks."""
 
-    def __init__(self, group: Any) -> None:
-        dist, c10d = torch.distributed, torch.distributed.distributed_c10d
-        members = dist.get_process_group_ranks(group)
-        self.rank, self.size = dist.get_group_rank(group, dist.get_rank()), len(members)
-        name = f"diffgraph/{group.group_name}/{'-'.join(map(str, members))}"
-        self._store = c10d.PrefixStore(name, c10d._get_default_store())
-        self._group = weakref.ref(group)
-        self._names = members
+    def recorded(self) -> dict[str, bool]:
+        """What it has recorded, and whether it trusts that."""
+        ...
+
+    def keep(self, common: dict[str, bool]) -> None:
+        """Drop whatever is not among these, and trust none more than they say."""
+        ...
+
+
+class Ranks:
+    """One process' part in the agreement of those that are `members`; `name` is its own among them."""
+
+    def __init__(self, name: int, members: list[int], store: Any, group: Callable[[], Any]) -> None:
+        self._name, self._names = name, members
+        self._rank, self._store, self._group = members.index(name), store, group
         self.calls = 0  # forwards begun
         self.is_deciding = False  # which route the present one takes
         self.last_collective = "none yet"
@@ -83,9 +96,10 @@ class Ranks:
         self._meeting = 0  # meetings that have been held
         self._announced = False  # that we know of the next one, and at which call we can be there
         self._held_at: int | None = None
+        self._holders: list[Callable[[], Holder | None]] = []
+        self._stay = False  # the last meeting found no agreement to replay, so the next call has one, too
         self._what = ""
         self._lock = threading.Lock()
-        threading.Thread(target=_listen, args=(weakref.ref(self),), name="diffgraph ranks", daemon=True).start()
 
     # -- meetings: which route a call takes
 
@@ -98,30 +112,53 @@ class Ranks:
     def goes_alone(self) -> bool:
         """Whether no rank has called a meeting, so that this one may decide for itself; then it has."""
         with self._lock:
-            self.is_deciding = self._announced
+            self.is_deciding = self._announced or self._stay
         return not self.is_deciding
 
-    def least(self, intent: Intent, label: str) -> Intent | None:
-        """The least that any rank would do with this call; `None` when some rank is past it, so that nothing can be agreed."""
-        self._announce(self._meeting)
-        if self._held_at is None:
-            self._what = f"the meeting about {label}"
-            self._held_at = max(map(int, self._collect(f"meeting {self._meeting}")))
+    def least(self, intent: Intent, key: str, label: str) -> Intent | None:
+        """The least that any rank would do with this call; `None` when some rank is past it, so that nothing can be agreed.
+
+        `key` tells the call's signature from others, on all ranks alike; `label` is for people. Recordings that some rank has not
+        are dropped on all.
+        """
+        self._what = f"the meeting about {label}"
+        with self._speaking():
+            self._announce(self._meeting)
+            if self._held_at is None:
+                self._held_at = max(map(int, self._collect(f"meeting {self._meeting}")))
         if self.calls < self._held_at:
             self.is_deciding = False
             return None
-        said = self._exchange(label, int(intent))
+        said = self._exchange(key, [int(intent), self._recorded()])
+        routes = {route for _, (route, _) in said}
         with self._lock:
             self._meeting += 1
             self._announced, self._held_at, self.is_deciding = False, None, False
-        labels = {place for place, value in said if value != Intent.EAGER}
-        return Intent(min(value for _, value in said)) if len(labels) == 1 else Intent.EAGER
+            self._stay = routes != {int(Intent.REPLAY)}
+        self._keep([recorded for _, (_, recorded) in said])
+        keys = {place for place, (route, _) in said if route != Intent.EAGER}
+        return Intent(min(routes)) if len(keys) == 1 else Intent.EAGER
+
+    def join(self, holder: Holder) -> None:
+        """From now on, what it has recorded is agreed upon. Each rank's n-th holder is every rank's n-th."""
+        self._holders.append(weakref.ref(holder))
+
+    def _recorded(self) -> dict[str, bool]:
+        holders = [(i, holder()) for i, holder in enumerate(self._holders)]
+        return {f"{i} {k}": trusted for i, h in holders if h is not None for k, trusted in h.recorded().items()}
+
+    def _keep(self, said: list[dict[str, bool]]) -> None:
+        common = {key: all(recorded[key] for recorded in said) for key in said[0] if all(key in other for other in said)}
+        for i, reference in enumerate(self._holders):
+            holder, start = reference(), f"{i} "
+            if holder is not None:
+                holder.keep({key[len(start) :]: trusted for key, trusted in common.items() if key.startswith(start)})
 
     def _announce(self, meeting: int) -> None:
         """Say at which call this rank can be at the meeting: the first that it has not yet decided about."""
         with self._lock:
             if not self._announced and meeting == self._meeting:
-                self._store.set(f"meeting {meeting}/{self.rank}", str(self.calls + (not self.is_deciding)))
+                self._store.set(f"meeting {meeting}/{self._rank}", str(self.calls + (not self.is_deciding)))
                 self._store.set(f"meeting {meeting}", "called")
                 self._announced = True
 
@@ -186,14 +223,22 @@ class Ranks:
     def _exchange(self, place: str, value: Any) -> list[tuple[str, Any]]:
         """What each rank says at this point, which all come to."""
         turn, self._turn = self._turn, self._turn + 1
-        self._store.set(f"turn {turn}/{self.rank}", json.dumps([place, value]))
-        said = [json.loads(answer) for answer in self._collect(f"turn {turn}", place)]
-        if turn > 1:  # all have come to the last turn, so they have read the one before it
-            self._store.delete_key(f"turn {turn - 2}/{self.rank}")
+        with self._speaking():
+            self._store.set(f"turn {turn}/{self._rank}", json.dumps([place, value]))
+            said = [json.loads(answer) for answer in self._collect(f"turn {turn}", place)]
+            if turn > 1:  # all have come to the last turn, so they have read the one before it
+                self._store.delete_key(f"turn {turn - 2}/{self._rank}")
         return [(place, value) for place, value in said]
 
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.distributed.DistError as error:
+            raise RankError(f"{self._me()} cannot reach the others any more ({error}): {self._what}; {self._last()}") from error
+
     def _collect(self, key: str, place: str = "") -> list[bytes]:
-        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        keys = [f"{key}/{rank}" for rank in range(len(self._names))]
         pause, deadline = 0.0, time.monotonic() + TIMEOUT_S
         while not self._store.check(keys):
             if time.monotonic() > deadline:
@@ -208,7 +253,7 @@ class Ranks:
         return self._store.multi_get(keys)
 
     def _me(self) -> str:
-        return f"rank {self._names[self.rank]}"
+        return f"rank {self._name}"
 
     def _last(self) -> str:
         return f"the last collective that all came to: {self.last_collective}"

@@ -102,7 +102,7 @@ class Runner:
         except Refused as refused:
             ranks = self._ranks_of(module)
             if ranks is not None and ranks.is_deciding:
-                ranks.least(Intent.EAGER, "")
+                ranks.least(Intent.EAGER, "", self.name)
             self.routes.note(Route.EAGER, refused.reason, refused.detail)
         return self._eager(module, args, kwargs)
 
@@ -177,7 +177,23 @@ class Runner:
         config = parallel_config(module)
         if config is not self._parallel_config:
             self._parallel_config, self._ranks = config, ranks_of(module)
+            if self._ranks is not None:
+                self._ranks.join(self)
         return self._ranks
+
+    def recorded(self) -> dict[str, bool]:
+        """The signatures that are recorded, and whether their recordings are trusted."""
+        return {s.key(): e.trusted for s, e in self.table.entries.items() if e.recording is not None}
+
+    def keep(self, common: dict[str, bool]) -> None:
+        """Drop the recordings that are not among these, and trust none that these do not."""
+        for signature, entry in list(self.table.entries.items()):
+            if entry.recording is None:
+                continue
+            if signature.key() in common:
+                entry.trusted &= common[signature.key()]
+            else:
+                self._drop(entry, lost=Reason.OTHER_RANK)
 
     def _agree(self, ranks: Ranks, visit: Visit) -> Intent:
         """What all ranks do with this call: the least that any of them would. Raises `Refused` where that is nothing."""
@@ -189,7 +205,7 @@ class Runner:
             wish = Intent.REPLAY if is_trusted else Intent.VERIFY
         if wish is Intent.REPLAY and ranks.goes_alone():
             return wish
-        agreed = ranks.least(wish, entry.label)
+        agreed = ranks.least(wish, visit.call.signature.key(), entry.label)
         if agreed is None:  # some rank is past this call already
             agreed = wish if wish is Intent.REPLAY else Intent.EAGER
         if agreed is Intent.EAGER:

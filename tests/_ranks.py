@@ -2,6 +2,7 @@
 
 import traceback
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def run(rank, port, answers):
         try:
             seen = fn(rank)
         except Exception:
-            seen = traceback.format_exc(limit=-6)
+            seen = traceback.format_exc()
         answers.put((rank, name, seen))
     dist.destroy_process_group()
 
@@ -84,7 +85,9 @@ def noise(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def ring_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, _parallel_config=None):
+def ring_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, _parallel_config=None
+):
     """diffusers' ring, with the CPU's kernel that returns a log-sum-exp: of those that it registers none does on a CPU."""
     from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
@@ -165,23 +168,192 @@ def a_ring_on_the_cpu():
         Registry._backends[native] = found
 
 
-def _equal(family, kind, **options):
+def _equal(family, kind, rank, **options):
     with a_ring_on_the_cpu() if kind == "ring" else nullcontext():
         module = denoiser(family, kind, **options)
         routes = calls(module, range(5), family)
-    shape = [(s.segments, s.breaks) for s in diffgraph.report(module).signatures]
-    return {"routes": routes, "recorded": shape}
+    (signature,) = diffgraph.report(module).signatures
+    return routes, (signature.segments, signature.breaks)
 
 
+#: Of what is recorded: the segments and breaks that must come of it, for a denoiser with two attentions.
+EQUAL = {
+    "ulysses": ({}, (1, 0)),
+    "ulysses, breaks at collectives": ({"collectives": "break"}, (10, 9)),
+    "ulysses, breaks at attention": ({"breaks": "attention"}, (3, 2)),
+    "ulysses, full": ({"backend": "full"}, (1, 0)),
+    "ulysses, eager": ({"backend": "eager"}, (0, 0)),
+    "ring": ({}, (1, 0)),
+    "ring, breaks at attention": ({"breaks": "attention"}, (3, 2)),
+}
 for _family in FAMILIES:
-    for _kind, _options in {
-        "ulysses": {},
-        "ulysses_break": {"collectives": "break"},
-        "ulysses_attention": {"breaks": "attention"},
-        "ulysses_full": {"backend": "full"},
-        "ulysses_eager": {"backend": "eager"},
-        "ring": {},
-        "ring_attention": {"breaks": "attention"},
-    }.items():
-        name = f"{_family}_{_kind}"
-        ACTS[name] = lambda rank, f=_family, k=_kind.partition("_")[0], o=_options: _equal(f, k, **o)
+    for _name, (_options, _) in EQUAL.items():
+        ACTS[f"{_family}: {_name}"] = partial(_equal, _family, _name.partition(",")[0], **_options)
+
+
+def kinds(routes):
+    """Routes without the reasons of eager ones, which each rank has for itself."""
+    return [route if route in ("replay", "capture") or ":" in route else "eager" for route in routes]
+
+
+def out_of_memory():
+    return torch.OutOfMemoryError("injected")
+
+
+@act
+def out_of_memory_while_recording(rank):
+    module = denoiser()
+    with failing(module.single_transformer_blocks[0].norm, lambda: rank == 1 and open_recorder() is not None, out_of_memory()):
+        return calls(module, range(4))
+
+
+@act
+def an_error_while_recording_around_breaks(rank):
+    module = denoiser(breaks="attention")
+    with failing(module.proj_out, lambda: rank == 1 and open_recorder() is not None, ValueError("injected")):
+        return calls(module, range(4))
+
+
+@act
+def an_error_in_a_break_of_the_first_replay(rank):
+    module = denoiser(breaks="attention")
+    found = [calls(module, range(2))]
+    functional = torch.nn.functional
+    plainly = functional.scaled_dot_product_attention
+    left = [ValueError("injected")]
+
+    def fails_once(*args, **kwargs):
+        if rank == 1 and left:
+            raise left.pop()
+        return plainly(*args, **kwargs)
+
+    with replaced(functional, "scaled_dot_product_attention", fails_once):
+        return found[0] + calls(module, range(2, 5))
+
+
+@act
+def out_of_memory_at_a_replay(rank):
+    module = settled()
+    recording = next(iter(_runner(module).table.entries.values())).recording
+    left, room = [out_of_memory()], recording._room
+
+    def no_room():
+        if rank == 1 and left:
+            raise left.pop()
+        return room()
+
+    recording._room = no_room
+    return kinds(calls(module, range(6)))
+
+
+@act
+def a_replay_that_differs(rank):
+    from diffgraph import runner
+
+    with replaced(runner, "is_same", runner.is_same if rank == 0 else lambda *_: False):
+        return calls(denoiser(), range(5))
+
+
+@act
+def a_change_on_one_rank(rank):
+    module = settled()
+    if rank == 1:
+        module.time_text_embed.note = "changed"
+    return kinds(calls(module, range(6)))
+
+
+@act
+def a_change_on_both(rank):
+    module = settled()
+    module.time_text_embed.note = "changed"
+    return calls(module, range(3)) + calls(module, range(3), side=4) + calls(module, range(2))
+
+
+@act
+def paused_on_one_rank(rank):
+    module = settled()
+    with diffgraph.paused(module) if rank == 1 else nullcontext():
+        calls(module, [0])  # who is ahead may replay it
+        meanwhile = kinds(calls(module, [1, 2]))
+    return meanwhile + kinds(calls(module, [3]))
+
+
+@act
+def evicted_by_a_limit(rank):
+    module = settled(max_graphs=1)
+    return calls(module, range(3), side=4) + calls(module, range(3))
+
+
+@act
+def replays_in_a_row(rank):
+    module = settled()
+    calls(module, range(3), side=4)
+    ranks = ranks_of(module)
+    inputs = [flux_inputs(0), flux_inputs(0, side=4)]
+    with torch.no_grad():
+        module(**inputs[0])  # the ranks find that they agree, and speak no more
+        spoken = ranks._turn, ranks._meeting
+        for i in range(100):
+            module(**inputs[i % 2])
+    assert (ranks._turn, ranks._meeting) == spoken
+    return calls(module, [5]) + calls(module, [5], side=4)
+
+
+@act
+def two_pipelines_of_one_group(rank):
+    first, second = settled(), settled(family="flux", breaks="attention")
+    return [route for i in range(3) for module in (first, second) for route in calls(module, [i])]
+
+
+@act
+def start_up(rank):
+    """Through a whole pipeline, whose own forwards record and verify."""
+    from diffusers import ContextParallelConfig
+
+    import pipelines
+
+    pipe = pipelines.build("flux")
+    pipe.set_progress_bar_config(disable=True)
+    pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=WORLD))
+    diffgraph.accelerate_pipeline(pipe, capture_shapes="64x64")
+    given = pipelines.inputs("flux", pipe, height=64, width=64)
+
+    def picture():
+        return pipe(**given, num_inference_steps=3, output_type="latent", generator=torch.Generator().manual_seed(0)).images
+
+    before = diffgraph.report(pipe)
+    found = picture()
+    after = diffgraph.report(pipe)
+    with diffgraph.paused(pipe):
+        wanted = picture()
+    return after.replays - before.replays, after.eager - before.eager, same_bits(found, wanted)
+
+
+@act
+def a_hang_while_recording(rank):
+    """The last act: the ranks do not find back together. Rank 1 stays away until rank 0 has given up."""
+    module = denoiser()
+    store = dist.distributed_c10d._get_default_store()
+
+    def stuck():
+        if rank == 1 and open_recorder() is not None:
+            store.wait(["rank 0 has given up"])
+            return True
+        return False
+
+    with failing(module.single_transformer_blocks[0].norm, stuck, ValueError("injected")):
+        try:
+            calls(module, [0])
+            ranks_module.TIMEOUT_S = 2.0
+            calls(module, [1])
+        except diffgraph.RankError as error:
+            return str(error)
+        finally:
+            if rank == 0:
+                store.set("rank 0 has given up", "")
+
+
+def _runner(module):
+    from diffgraph.pipeline import accelerated
+
+    return accelerated(module)[0]

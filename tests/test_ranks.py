@@ -1,12 +1,20 @@
 """Two processes compute one forward together, on the CPU with gloo, by diffusers' own context parallelism."""
 
 import multiprocessing
+import re
 import socket
-
-import pytest
-from _toys import SETTLED
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import _ranks
+import pytest
+import torch
+from _toys import SETTLED
+from torch.distributed import HashStore
+
+import diffgraph
+from diffgraph import ranks
+from diffgraph.ranks import Intent, Ranks
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +38,129 @@ def seen():
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in _ranks.ACTS if name.startswith(("flux", "qwen_image"))])
-def test_parallel_replays_equal_parallel_eager(seen, name):
-    print(seen[name])
-    for rank in range(_ranks.WORLD):
-        assert seen[name][rank]["routes"] == [*SETTLED, "replay"]
-    assert seen[name][0] == seen[name][1]
+@pytest.mark.parametrize("kind", _ranks.EQUAL)
+@pytest.mark.parametrize("family", _ranks.FAMILIES)
+def test_parallel_replays_equal_parallel_eager(seen, family, kind):
+    _, recorded = _ranks.EQUAL[kind]
+    assert both(seen[f"{family}: {kind}"]) == ([*SETTLED, "replay"], recorded)
+
+
+def both(saw):
+    """What both ranks saw alike."""
+    assert saw[0] == saw[1], f"rank 0 saw {saw[0]}\nrank 1 saw {saw[1]}"
+    return saw[0]
+
+
+@pytest.mark.parametrize(
+    "act, before, reason",
+    [
+        ("out_of_memory_while_recording", ["unseen_signature"], "out_of_memory"),
+        ("an_error_while_recording_around_breaks", ["unseen_signature"], "capture_failed"),
+        ("an_error_in_a_break_of_the_first_replay", ["unseen_signature", "capture"], "capture_failed"),
+        ("a_replay_that_differs", ["unseen_signature", "capture"], "verify_failed"),
+    ],
+)
+def test_when_one_rank_fails_all_go_eager(seen, act, before, reason):
+    assert seen[act][1] == before + [reason] * 3
+    assert seen[act][0] == before + ["other_rank"] * 3
+
+
+@pytest.mark.parametrize("act", ["out_of_memory_at_a_replay", "a_change_on_one_rank"])
+def test_what_one_rank_alone_has_lost_all_record_again(seen, act):
+    """A rank that is ahead replays the call in which the other loses its recording; from the next one on, all do the same."""
+    first, *others = zip(*seen[act].values(), strict=True)
+    assert set(first) <= {"eager", "replay"}
+    eager = [] if set(first) == {"eager"} else ["eager"]
+    assert others == [(route, route) for route in [*eager, "capture", *["replay"] * 4][:5]]
+
+
+def test_a_change_on_all_ranks_and_new_shapes_need_no_more_than_on_one_gpu(seen):
+    assert both(seen["a_change_on_both"]) == ["attributes_changed", *SETTLED[1:3], *SETTLED[:3], "replay", "replay"]
+
+
+def test_while_one_rank_is_paused_all_are_eager(seen):
+    assert both(seen["paused_on_one_rank"]) == ["eager", "eager", "replay"]
+
+
+def test_eviction_is_the_same_on_all_ranks(seen):
+    assert both(seen["evicted_by_a_limit"]) == 2 * SETTLED[:3]
+
+
+def test_ranks_do_not_speak_while_they_replay(seen):
+    assert both(seen["replays_in_a_row"]) == ["replay", "replay"]
+
+
+def test_several_denoisers_of_the_same_ranks(seen):
+    assert both(seen["two_pipelines_of_one_group"]) == ["replay"] * 6
+
+
+def test_start_up_capture_of_a_parallel_pipeline(seen):
+    assert both(seen["start_up"]) == (3, 0, True)
+
+
+def test_a_rank_that_hangs_while_recording_is_named_with_signature_and_collective(seen):
+    told = seen["a_hang_while_recording"]
+    assert re.match(r"rank 0 has waited 2 s for rank 1: the capture of Flux\S+ .*=\[1x64x16\].*before \S*all_to_all", told[0])
+    assert told[1].startswith("rank 1 ")
+
+
+def pair():
+    """Two ranks of one process, which share a store."""
+    store = HashStore()
+    return [Ranks(name, [4, 7], store, lambda: None) for name in (4, 7)]
+
+
+def test_who_is_behind_goes_on_until_the_call_that_nobody_has_made():
+    behind, ahead = pair()
+    for _ in range(3):
+        ahead.begin()
+        assert ahead.goes_alone()
+    behind.begin()
+    call = partial(behind.least, Intent.EAGER, "key", "label")
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(call)
+        while not ahead._announced:
+            ahead.listen()
+        assert first.result() is None
+        for _ in range(2):
+            behind.begin()
+            assert not behind.goes_alone()
+            assert behind.least(Intent.REPLAY, "key", "label") is None
+        for rank in (behind, ahead):
+            rank.begin()
+            assert not rank.goes_alone()
+        one, other = pool.submit(call), pool.submit(ahead.least, Intent.REPLAY, "key", "label")
+        assert one.result() is other.result() is Intent.EAGER
+        # They have parted, so they meet at the next call as well; when they agree to replay, no more.
+        for alone in (False, True):
+            for rank in (behind, ahead):
+                rank.begin()
+                assert rank.goes_alone() is alone
+            if not alone:
+                routes = [pool.submit(rank.least, Intent.REPLAY, "key", "label") for rank in (behind, ahead)]
+                assert [route.result() for route in routes] == [Intent.REPLAY] * 2
+
+
+def test_calls_of_different_signatures_are_eager():
+    with ThreadPoolExecutor() as pool:
+        routes = []
+        for rank, key in zip(pair(), "ab", strict=True):
+            rank.begin()
+            routes.append(pool.submit(rank.least, Intent.CAPTURE, key, "label"))
+        assert [route.result() for route in routes] == [Intent.EAGER] * 2
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch):
+    monkeypatch.setattr(ranks, "TIMEOUT_S", 0.01)
+    first, _ = pair()
+    first.begin()
+    with pytest.raises(diffgraph.RankError, match=r"rank 4 has waited 0.01 s for rank 7: the meeting about label"):
+        first.least(Intent.CAPTURE, "key", "label")
+
+
+def test_options():
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(diffgraph.OptionError, match="collectives is 'fast'; accepted: 'record', 'break'"):
+        diffgraph.accelerate_module(module, collectives="fast")
+    with pytest.raises(diffgraph.OptionError, match="accepted with it: collectives='record'"):
+        diffgraph.accelerate_module(module, backend="full", collectives="break")
