@@ -19,6 +19,11 @@ def is_collective(func: Any) -> bool:
     return namespace == "c10d" or (namespace == _FUNCTIONAL and func.name().partition(".")[0] not in (_WAIT, _WRAP))
 
 
+def is_waiting(func: Any) -> bool:
+    """Whether this op waits for what a collective makes."""
+    return getattr(func, "namespace", None) == _FUNCTIONAL and func.name().partition(".")[0] == _WAIT
+
+
 def is_wrapping(func: Any) -> bool:
     """Whether this op only wraps a collective's result, so that its first use waits for it."""
     return getattr(func, "namespace", None) == _FUNCTIONAL and func.name().partition(".")[0] == _WRAP

@@ -23,7 +23,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.ambient import Ambient
-from diffgraph.collectives import completed, is_collective, is_wrapping, waited
+from diffgraph.collectives import completed, is_collective, is_waiting, is_wrapping, waited
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
 from diffgraph.host_reads import host_reads_seen
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
         self._break_ops = break_ops
         self._ranks, self._break_at_collectives = ranks, break_at_collectives
         self._collectives = 0  # since the last step was closed
-        self._under_way: list[torch.Tensor] = []  # what collectives make, perhaps not waited for
+        self._under_way: dict[int, torch.Tensor] = {}  # by storage: what collectives make, and nobody has waited for
         self.sequence = sequence
         self.pool = sequence.pool
         self.whole = whole
@@ -203,8 +203,8 @@ class Recorder(TorchDispatchMode):
 
     def _join(self) -> None:
         """Wait for what is under way: no graph may end before that."""
-        under_way, self._under_way = self._under_way, []
-        for tensor in under_way:
+        under_way, self._under_way = self._under_way, {}
+        for tensor in under_way.values():
             waited(tensor)
 
     # -- ops
@@ -242,7 +242,9 @@ class Recorder(TorchDispatchMode):
         result = self._run_recorded(func, args, kwargs)
         self._note_lifetimes(tensors_in(leaves), result)
         if collective and not self.pool.runs_while_recording:
-            self._under_way += tensors_in(result)
+            self._under_way.update((storage_of(tensor), tensor) for tensor in tensors_in(result))
+        elif is_waiting(func):
+            self._under_way.pop(storage_of(args[0]), None)
         return result
 
     def _run_recorded(self, func: Any, args: Any, kwargs: Any) -> Any:

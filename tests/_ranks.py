@@ -1,5 +1,6 @@
 """What each of two processes does in `test_ranks`: the acts, each a name and what this rank saw of it."""
 
+import gc
 import traceback
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,12 +24,16 @@ def act(fn):
     return fn
 
 
-def run(rank, port, answers):
+def run(rank, port, device, answers):
     """All acts, on one rank; `answers` takes what it saw of each."""
     torch.set_num_threads(1)
-    torch.accelerator.device_count = lambda: 1  # by which diffusers divides, and which is 0 on a CPU
+    if device == "cpu":
+        torch.accelerator.device_count = lambda: 1  # by which diffusers divides, and which is 0 on a CPU
+    else:
+        torch.cuda.set_device(rank)
+        torch.set_default_device(device)  # of weights and inputs
     store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=WORLD)
     ranks_module.TIMEOUT_S = 30.0
     for name, fn in ACTS.items():
         try:
@@ -36,6 +41,7 @@ def run(rank, port, answers):
         except Exception:
             seen = traceback.format_exc()
         answers.put((rank, name, seen))
+    gc.collect()  # NCCL waits for the graphs that hold its collectives
     dist.destroy_process_group()
 
 
@@ -82,18 +88,21 @@ FAMILIES = {"qwen_image": (qwen_image, qwen_image_inputs), "flux": (flux, flux_i
 
 
 def noise(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(torch.get_default_device())
 
 
 def ring_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, _parallel_config=None
 ):
-    """diffusers' ring, with the CPU's kernel that returns a log-sum-exp: of those that it registers none does on a CPU."""
+    """diffusers' ring, with a kernel that returns a log-sum-exp: of those that it registers none does on a CPU, or in float32."""
     from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
     def forward_op(_, q, k, v, *args, **kwargs):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+        if q.device.type == "cpu":
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+        else:
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     ops = {"forward_op": forward_op, "backward_op": None, "_parallel_config": _parallel_config}
@@ -106,7 +115,7 @@ def denoiser(family="flux", kind="ulysses", **options):
     torch.manual_seed(0)
     module = FAMILIES[family][0]().eval()
     module.enable_parallelism(config=ContextParallelConfig(**{f"{kind}_degree": WORLD}))
-    return diffgraph.accelerate_module(module, **{"poison": True, **options})
+    return diffgraph.accelerate_module(module, poison=module.device.type == "cpu", **options)
 
 
 def called(module, inputs):
@@ -114,10 +123,10 @@ def called(module, inputs):
     from _toys import route_of
 
     with torch.no_grad():
-        found, route = route_of(module, lambda: module(**inputs)[0])
+        found, route = route_of(module, lambda: arrived(module(**inputs)[0]))
         with diffgraph.paused(module):
-            wanted = module(**inputs)[0]
-    return route if same_bits(arrived(found), arrived(wanted)) else f"{route}: not what eager gives"
+            wanted = arrived(module(**inputs)[0])
+    return route if same_bits(found, wanted) else f"{route}: not what eager gives"
 
 
 def calls(module, seeds, family="flux", **shape):
@@ -156,7 +165,7 @@ def failing(module, when, error):
 
 
 @contextmanager
-def a_ring_on_the_cpu():
+def a_ring():
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 
     native = next(backend for backend in Registry._backends if backend.value == "native")
@@ -169,7 +178,7 @@ def a_ring_on_the_cpu():
 
 
 def _equal(family, kind, rank, **options):
-    with a_ring_on_the_cpu() if kind == "ring" else nullcontext():
+    with a_ring() if kind == "ring" else nullcontext():
         module = denoiser(family, kind, **options)
         routes = calls(module, range(5), family)
     (signature,) = diffgraph.report(module).signatures
@@ -312,14 +321,19 @@ def start_up(rank):
 
     import pipelines
 
-    pipe = pipelines.build("flux")
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        pipe = pipelines.build("flux").to(device)
     pipe.set_progress_bar_config(disable=True)
     pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=WORLD))
-    diffgraph.accelerate_pipeline(pipe, capture_shapes="64x64")
-    given = pipelines.inputs("flux", pipe, height=64, width=64)
+    with torch.device("cpu"):
+        diffgraph.accelerate_pipeline(pipe, capture_shapes="64x64")
+        given = pipelines.inputs("flux", pipe, height=64, width=64)
 
     def picture():
-        return pipe(**given, num_inference_steps=3, output_type="latent", generator=torch.Generator().manual_seed(0)).images
+        noise = torch.Generator("cpu").manual_seed(0)
+        with torch.device("cpu"):
+            return pipe(**given, num_inference_steps=3, output_type="latent", generator=noise).images
 
     before = diffgraph.report(pipe)
     found = picture()
@@ -344,7 +358,7 @@ def a_hang_while_recording(rank):
     with failing(module.single_transformer_blocks[0].norm, stuck, ValueError("injected")):
         try:
             calls(module, [0])
-            ranks_module.TIMEOUT_S = 2.0
+            ranks_module.TIMEOUT_S = 3.0
             calls(module, [1])
         except diffgraph.RankError as error:
             return str(error)

@@ -1,4 +1,4 @@
-"""Two processes compute one forward together, on the CPU with gloo, by diffusers' own context parallelism."""
+"""Two processes compute one forward together, by diffusers' context parallelism: on the CPU with gloo, on two GPUs with NCCL."""
 
 import multiprocessing
 import re
@@ -17,16 +17,19 @@ from diffgraph import ranks
 from diffgraph.ranks import Intent, Ranks
 
 
-@pytest.fixture(scope="module")
-def seen():
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def seen(request):
     """What both ranks saw of each act: they are started once, as that takes longer than all acts together."""
+    if request.param == "cuda" and torch.cuda.device_count() < _ranks.WORLD:
+        pytest.skip(f"needs {_ranks.WORLD} GPUs; here: {torch.cuda.device_count()}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "diffusers.models", "diffusers.hooks", "diffgraph"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     answers = context.Queue()
-    processes = [context.Process(target=_ranks.run, args=(rank, port, answers), daemon=True) for rank in range(_ranks.WORLD)]
+    given = (port, request.param, answers)
+    processes = [context.Process(target=_ranks.run, args=(rank, *given), daemon=True) for rank in range(_ranks.WORLD)]
     for process in processes:
         process.start()
     found = {name: {} for name in _ranks.ACTS}
@@ -100,7 +103,7 @@ def test_start_up_capture_of_a_parallel_pipeline(seen):
 
 def test_a_rank_that_hangs_while_recording_is_named_with_signature_and_collective(seen):
     told = seen["a_hang_while_recording"]
-    assert re.match(r"rank 0 has waited 2 s for rank 1: the capture of Flux\S+ .*=\[1x64x16\].*before \S*all_to_all", told[0])
+    assert re.match(r"rank 0 has waited 3 s for rank 1: the capture of Flux\S+ .*=\[1x64x16\].*before \S*all_to_all", told[0])
     assert told[1].startswith("rank 1 ")
 
 
