@@ -101,9 +101,16 @@ def test_start_up_capture_of_a_parallel_pipeline(seen):
     assert both(seen["start_up"]) == (3, 0, True)
 
 
+def test_the_benchmark_measures_and_changes_things_on_the_way(seen):
+    printed = seen["the_benchmark"][0].splitlines()
+    assert [line.split()[1] for line in printed[2:]] == ["denoiser", "denoiser", "pipeline", "soak"]
+    assert all(line.split()[-1] == "yes" for line in printed[2:4])
+    assert printed[5].endswith("yes  10 of 10 replays, 3 of 3 at the end, 0 wrong results")
+
+
 def test_a_rank_that_hangs_while_recording_is_named_with_signature_and_collective(seen):
     told = seen["a_hang_while_recording"]
-    assert re.match(r"rank 0 has waited 3 s for rank 1: the capture of Flux\S+ .*=\[1x64x16\].*before \S*all_to_all", told[0])
+    assert re.match(r"rank 0 has waited 2 s for rank 1: the capture of Flux\S+ .*=\[1x64x16\].*before \S*all_to_all", told[0])
     assert told[1].startswith("rank 1 ")
 
 
