@@ -315,19 +315,16 @@ def two_pipelines_of_one_group(rank):
 
 
 @act
-def start_up(rank):
-    """Through a whole pipeline, whose own forwards record and verify."""
-    from diffusers import ContextParallelConfig
-
+def the_example(rank):
+    """Start-up capture through a whole pipeline."""
     import pipelines
+    from examples.parallel import create
 
     device = torch.get_default_device()
     with torch.device("cpu"):
-        pipe = pipelines.build("flux").to(device)
+        pipe = create(lambda: pipelines.build("flux").to(device), ["64x64"])
     pipe.set_progress_bar_config(disable=True)
-    pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=WORLD))
     with torch.device("cpu"):
-        diffgraph.accelerate_pipeline(pipe, capture_shapes="64x64")
         given = pipelines.inputs("flux", pipe, height=64, width=64)
 
     def picture():

@@ -97,8 +97,8 @@ def test_several_denoisers_of_the_same_ranks(seen):
     assert both(seen["two_pipelines_of_one_group"]) == ["replay"] * 6
 
 
-def test_start_up_capture_of_a_parallel_pipeline(seen):
-    assert both(seen["start_up"]) == (3, 0, True)
+def test_the_example_records_at_start_up(seen):
+    assert both(seen["the_example"]) == (3, 0, True)
 
 
 def test_the_benchmark_measures_and_changes_things_on_the_way(seen):
