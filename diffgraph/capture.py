@@ -68,12 +68,12 @@ class Recording:
             self.inputs.copy_from(call.leaves)
             if self.padding is not None and call.prompt is not None:
                 self.padding.lengths = call.prompt.lengths
-            self.sequence.is_half_done = False
+            self.sequence.failed_halfway = None
             room = self._room() if self.sequence.collectives else {}
             if ranks is None:
                 self.sequence.replay()
             else:
-                with ranks.watching():
+                with torch.inference_mode(False), torch.no_grad(), ranks.watching():  # as while it was recorded: see `record`
                     self.sequence.replay(None if self.pool.runs_while_recording else ranks.before)
             return self.outputs(call.leaves, room)
 

@@ -58,14 +58,14 @@ def ranks_of(module: torch.nn.Module) -> Ranks | None:
     config = getattr(parallel_config(module), "context_parallel_config", None)
     if config is None:
         return None
-    group = config._flattened_mesh.get_group()
+    group, *parts = (m.get_group() for m in (config._flattened_mesh, config._ring_mesh, config._ulysses_mesh))
     ranks = _known.get(group)
     if ranks is None:
         dist, c10d = torch.distributed, torch.distributed.distributed_c10d
         members = dist.get_process_group_ranks(group)
         name = f"diffgraph/{group.group_name}/{'-'.join(map(str, members))}"
         store = c10d.PrefixStore(name, c10d._get_default_store())
-        ranks = _known[group] = Ranks(dist.get_rank(), members, store, weakref.ref(group))
+        ranks = _known[group] = Ranks(dist.get_rank(), members, store, [group, *parts])
         threading.Thread(target=_listen, args=(weakref.ref(ranks),), name="diffgraph ranks", daemon=True).start()
     return ranks
 
@@ -85,9 +85,10 @@ class Holder(Protocol):
 class Ranks:
     """One process' part in the agreement of those that are `members`; `name` is its own among them."""
 
-    def __init__(self, name: int, members: list[int], store: Any, group: Callable[[], Any]) -> None:
+    def __init__(self, name: int, members: list[int], store: Any, groups: list[Any]) -> None:
         self._name, self._names = name, members
-        self._rank, self._store, self._group = members.index(name), store, group
+        self._rank, self._store = members.index(name), store
+        self._groups = [weakref.ref(group) for group in {id(group): group for group in groups}.values()]
         self.calls = 0  # forwards begun
         self.is_deciding = False  # which route the present one takes
         self.last_collective = "none yet"
@@ -130,6 +131,10 @@ class Ranks:
             self.is_deciding = False
             return None
         said = self._exchange(key, [int(intent), self._recorded()])
+        with self._speaking():  # all have come to this meeting, so nobody asks about the one before it
+            self._store.delete_key(f"meeting {self._meeting - 1}/{self._rank}")
+            if self._rank == 0:
+                self._store.delete_key(f"meeting {self._meeting - 1}")
         routes = {route for _, (route, _) in said}
         with self._lock:
             self._meeting += 1
@@ -196,6 +201,9 @@ class Ranks:
                 raise OtherRankFailed(f"rank {self._names[rank]} {place} where this one came to {name}")
         self.last_collective = name
 
+    def parted(self, what: str) -> RankError:
+        return RankError(f"{self._me()}: {what}, after a collective; the other ranks wait for the rest of it")
+
     def wait_for(self, pool: Pool) -> None:
         """Until the device is done with what this step has launched."""
         if not pool.finishes(TIMEOUT_S):
@@ -215,10 +223,10 @@ class Ranks:
 
     # -- speaking
 
-    def issued(self) -> int | None:
+    def issued(self) -> int:
         """How many collectives this rank has issued, outside of graphs."""
-        group = self._group()
-        return None if group is None else group._get_sequence_number_for_group()
+        groups = (group() for group in self._groups)
+        return sum(group._get_sequence_number_for_group() for group in groups if group is not None)
 
     def _exchange(self, place: str, value: Any) -> list[tuple[str, Any]]:
         """What each rank says at this point, which all come to."""

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -494,33 +494,22 @@ class Runner:
         try:
             with visit.ranks.step(f"the first replay of {visit.entry.label}"):
                 visit.ranks.before("the replay")
-                output = self._run(visit, recording, is_watched=True)
+                output = self._run(visit, recording, visit.ranks)
                 visit.ranks.wait_for(recording.pool)
                 return output
         except OtherRankFailed as error:
             self._drop(visit.entry, lost=Reason.OTHER_RANK)
             raise Refused(Reason.OTHER_RANK, str(error)) from None
 
-    def _run(self, visit: Visit, recording: Recording, is_watched: bool = False) -> Any:
+    def _run(self, visit: Visit, recording: Recording, watchers: Ranks | None = None) -> Any:
         entry, call, pool = visit.entry, visit.call, recording.pool
         rng = pool.rng_state() if recording.draws else None
         try:
             # What an unfinished replay drew, eager draws again.
-            with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext():
-                return named(entry.label, recording.run, call, visit.ranks if is_watched else None)
-        except (RankError, OtherRankFailed):
-            raise
-        except Exception as error:
-            if recording.sequence.is_half_done and not is_watched:
-                text = f"a replay of {entry.label} raised {error!r} between two collectives; other ranks wait for the rest"
-                raise RankError(text) from error
-            return self._failed_replay(entry, error)
-
-    def _failed_replay(self, entry: Entry, error: Exception) -> NoReturn:
-        try:
-            raise error
-        except HostValueChanged:
-            raise  # another recording of this signature may fit
+            with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext(), _not_halfway(visit, watchers):
+                return named(entry.label, recording.run, call, watchers)
+        except (HostValueChanged, OtherRankFailed, RankError):
+            raise  # another recording of this signature may fit; or all ranks give it up; or none can go on
         except torch.OutOfMemoryError:
             self._drop(entry, lost=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
@@ -558,6 +547,8 @@ class Runner:
 
     def _timed(self, visit: Visit, fn: Callable[[], Any]) -> tuple[Any, float | None]:
         """What `fn` returns, and how long the device took; with other ranks, as long as the slowest of them."""
+        if visit.ranks is not None:
+            visit.ranks.largest(0.0)  # start together
         result, ms = visit.pool.timed(fn)
         return result, ms if visit.ranks is None else visit.ranks.largest(ms)
 
@@ -679,6 +670,19 @@ def unforeseen(prompts: PromptBuckets | None, args: tuple[Any, ...], kwargs: dic
     """Why nothing is recorded for a call of a new signature where only start-up records."""
     too_long = prompts is not None and prompts.too_long(args, kwargs)
     return Reason.PROMPT_TOO_LONG if too_long else Reason.UNSEEN_SIGNATURE
+
+
+@contextmanager
+def _not_halfway(visit: Visit, watchers: Ranks | None) -> Iterator[None]:
+    """Raise `RankError` where a replay fails after a collective, and the other ranks, unknowing, wait for the rest of it."""
+    try:
+        yield
+    except Exception as error:
+        recording = visit.entry.recording
+        failed = None if recording is None or watchers is not None else recording.sequence.failed_halfway
+        if visit.ranks is None or failed is None:
+            raise
+        raise visit.ranks.parted(f"a replay of {visit.entry.label} raised {error!r} in {failed}") from error
 
 
 @contextmanager

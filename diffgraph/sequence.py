@@ -49,7 +49,7 @@ class GraphSequence:
         self.pool = pool
         self.steps: list[Segment | Break] = []
         self.ambient = Ambient.now(self.pool.device.type)  # in which it was recorded
-        self.is_half_done = False  # the last replay failed after collectives that other ranks have answered, or wait for
+        self.failed_halfway: str | None = None  # the step in which the last replay failed, where other ranks wait for the rest
         self.held: dict[int, torch.Tensor] = {}  # by storage: read by a segment, and neither born in one nor a weight
 
     @property
@@ -91,14 +91,15 @@ class GraphSequence:
     def _replay_named(self, before: Callable[[str], None] | None) -> None:
         """The same, for a profiler to read, or other ranks to follow."""
         for i, step in enumerate(self.steps):
-            name = f"break {i}: {step.name}" if isinstance(step, Break) else f"segment {i}"
+            name = _name(i, step)
             if before is not None and step.collectives:
                 before(name)
             ranges.named(name, step.replay)
 
-    def _note_failure(self, failed: Any) -> None:
+    def _note_failure(self, failed: Segment | Break | None) -> None:
         until = next(i for i, step in enumerate(self.steps) if step is failed)
-        self.is_half_done = any(step.collectives for step in self.steps[: until + 1])
+        if any(step.collectives for step in self.steps[: until + 1]):
+            self.failed_halfway = _name(until, failed)
 
     @torch.inference_mode()  # or what was made in it could not be written
     def _poison(self) -> None:
@@ -113,6 +114,10 @@ class GraphSequence:
             step.reset()
         self.steps = []
         self.held = {}
+
+
+def _name(i: int, step: Any) -> str:
+    return f"break {i}: {step.name}" if isinstance(step, Break) else f"segment {i}"
 
 
 class Break:

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 import diffgraph
 from diffgraph import ranks
 from diffgraph.ranks import Intent, Ranks
+from diffgraph.sequence import Break
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -117,7 +118,7 @@ def test_a_rank_that_hangs_while_recording_is_named_with_signature_and_collectiv
 def pair():
     """Two ranks of one process, which share a store."""
     store = HashStore()
-    return [Ranks(name, [4, 7], store, lambda: None) for name in (4, 7)]
+    return [Ranks(name, [4, 7], store, []) for name in (4, 7)]
 
 
 def test_who_is_behind_goes_on_until_the_call_that_nobody_has_made():
@@ -166,6 +167,26 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
     first.begin()
     with pytest.raises(diffgraph.RankError, match=r"rank 4 has waited 0.01 s for rank 7: the meeting about label"):
         first.least(Intent.CAPTURE, "key", "label")
+
+
+def test_a_replay_that_fails_after_a_collective_is_told_from_one_that_fails_before():
+    sequence, fails = diffgraph.GraphSequence(device="cpu"), []
+
+    @diffgraph.eager_on_graph
+    def part(x):
+        if fails:
+            raise ValueError("injected")
+        return x + 1
+
+    with diffgraph.breakable_graph(sequence):
+        part(part(torch.ones(2)) * 2)
+    first, second = [step for step in sequence.steps if isinstance(step, Break)]
+    fails.append(True)
+    for speaks, told in ((second, None), (first, "break 1: ")):
+        speaks.collectives = 1
+        with pytest.raises(ValueError, match="injected"):
+            sequence.replay()
+        assert sequence.failed_halfway is None if told is None else sequence.failed_halfway.startswith(told)
 
 
 def test_options():
