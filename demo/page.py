@@ -210,7 +210,7 @@ class Page:
             missing = self.studio.capture(shapes, _bar(progress))
             names = ", ".join(map(str, shapes))
             if missing:
-                reasons = ", ".join(sorted({row.signature.reason or "evicted" for row in missing}))
+                reasons = ", ".join(sorted({row.signature.reason or "not tried" for row in missing}))
                 yield words.problem(f"Of {names}, {len(missing)} recordings could not be made: {reasons}."), *self._shown(size)
             else:
                 yield words.done(f"Recorded: {names}. Draw it now: it replays."), *self._shown(size)

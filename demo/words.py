@@ -148,7 +148,7 @@ def _cells(row, model: Model) -> str:
         cfg = "default" if guidance is None else "on" if guidance else "off"
     numbers = (signature.segments, signature.breaks, f"{signature.memory_bytes / MIB:.1f}", signature.replays)
     if not signature.captured:
-        numbers = (f"not recorded: {signature.reason or 'evicted'}", "", "", signature.replays)
+        numbers = (f"not recorded: {signature.reason or 'not yet'}", "", "", signature.replays)
     cells = (size, row.bucket or "fixed", cfg, *numbers)
     return f"<tr title='{escape(signature.label)}'>" + "".join(f"<td>{escape(str(c))}</td>" for c in cells) + "</tr>"
 

@@ -50,6 +50,11 @@ class Entry:
         return self.trusted_padded if is_short(prompt) else self.trusted
 
     def evict(self) -> None:
+        """Make room for others."""
+        self.release()
+        self.lost = Reason.EVICTED
+
+    def release(self) -> None:
         """Give up the recording and its memory."""
         if self.recording is not None:
             self.recording.release()

@@ -75,7 +75,7 @@ def explain(pipe: Any, *args: Any, **call: Any) -> Explanation:
 
     The pipeline's call runs up to its denoiser, text encoders included, and nothing of the denoiser; what is recorded goes on
     with what its recording last returned. Pipeline, scheduler, generators and report stay as they are; like any call of the
-    pipeline, it is not for two threads at a time. For a module that was accelerated on its own,
+    pipeline, it is not for two threads at a time. For one module, accelerated on its own or with its pipeline,
     `explain(module, *args, **kwargs)` under `torch.no_grad()`.
 
     A replay is foreseen, not promised: values that the host reads inside the forward show when it runs. Raises

@@ -153,7 +153,7 @@ def capture(pipe: Any, shapes: Any = None) -> None:
     signature. Without it, everything is forgotten, refusals too: the shapes given so far are recorded again, and signatures that
     were recorded on demand are so at their next calls. Raises `ShapeError` and `NotAcceleratedError`.
     """
-    runners = accelerated(pipe)
+    runners = [runner for _, runner in _runners(pipe)]
     if shapes is not None and isinstance(pipe, torch.nn.Module):
         raise OptionTypeError("shapes need a pipeline to run through; a module is recorded by calling it")
     wanted = load_shapes(shapes) if shapes is not None else runners[0].shapes
@@ -169,18 +169,21 @@ def capture(pipe: Any, shapes: Any = None) -> None:
 
 @contextmanager
 def paused(pipe: Any) -> Iterator[None]:
-    """Eager inside the `with`, in all threads; recordings stay. Raises `NotAcceleratedError`."""
+    """Eager inside the `with`, in all threads; recordings stay. Also for one module of an accelerated pipeline.
+
+    Raises `NotAcceleratedError`.
+    """
     with ExitStack() as stack:
-        for _, runner in _runners(pipe):
+        for _, runner in _looked_at(pipe):
             stack.enter_context(runner.paused())
         yield
 
 
 def report(pipe: Any) -> Report:
-    """What happened so far on this pipeline or module. Raises `NotAcceleratedError`."""
+    """What happened so far on this pipeline, this module, or this module of a pipeline. Raises `NotAcceleratedError`."""
     found, pushed_out = _found(pipe), _pushed_out(pipe)
     if not pushed_out:
-        found = _runners(pipe)  # or say that there are none
+        found = _looked_at(pipe)  # or say that there are none
     called = components_of.candidates(pipe)
     around = [m for m, _ in found if not any(m is candidate for candidate in called.values())]  # by `torch.compile(module)`
     names = {id(module): name for name, module in components_of.with_compiled(called)}
@@ -188,8 +191,8 @@ def report(pipe: Any) -> Report:
 
 
 def accelerated(pipe: Any) -> list[Runner]:
-    """The runners of this pipeline or module. Raises `NotAcceleratedError`."""
-    return [runner for _, runner in _runners(pipe)]
+    """The runners of this pipeline, this module, or this module of a pipeline. Raises `NotAcceleratedError`."""
+    return [runner for _, runner in _looked_at(pipe)]
 
 
 def _serves(module: torch.nn.Module, pipe: Any) -> bool:
@@ -205,8 +208,17 @@ def _runner(module: torch.nn.Module) -> Runner | None:
 def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
     found = _found(pipe)
     if not found:
-        raise NotAcceleratedError(f"this {type(pipe).__name__} is not accelerated; call accelerate_pipeline first")
+        kind = type(pipe).__name__
+        if isinstance(pipe, torch.nn.Module) and _runner(pipe) is not None:
+            raise NotAcceleratedError(f"this {kind} was accelerated with its pipeline; pass the pipeline")
+        raise NotAcceleratedError(f"this {kind} is not accelerated; call accelerate_pipeline first")
     return found
+
+
+def _looked_at(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
+    """The same; also of a module that was accelerated with its pipeline."""
+    runner = _runner(pipe) if isinstance(pipe, torch.nn.Module) else None
+    return _runners(pipe) if runner is None else [(pipe, runner)]
 
 
 def _found(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:

@@ -43,6 +43,7 @@ class Reason(str, Enum):
     CPU_INPUT = "cpu_input", "an input tensor lies on the CPU while the denoiser is on another device"
     UNSUPPORTED_INPUT = "unsupported_input", "an argument is of a kind that cannot be part of a signature"
     OUT_OF_MEMORY = "out_of_memory", "memory ran out, or `memory_limit` leaves no room for this signature"
+    EVICTED = "evicted", "the recording made room for others (`max_graphs`, `memory_limit`)"
     NOT_FASTER = "not_faster", "the replay was measured to be no faster than eager"
     VERIFY_FAILED = "verify_failed", "the first replay differed from eager"
     NESTED_CAPTURE = "nested_capture", "somebody else's capture is open"

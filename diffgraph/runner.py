@@ -600,7 +600,7 @@ class Runner:
             with recording.pool.lock:
                 if entry.recording is recording:
                     self.memory.forget(entry, recording.pool)
-                    entry.evict()
+                    entry.release()
         entry.lost = lost
         entry.refused = refused or entry.refused
 

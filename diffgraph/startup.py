@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from diffgraph.errors import ShapeError
 from diffgraph.memory import free_memory
 from diffgraph.prompt_arguments import Batch, batches, prompt_arguments, recorded_length
+from diffgraph.reasons import Reason
 from diffgraph.runner import CaptureWarning, Runner
 from diffgraph.shapes import CaptureShape
 
@@ -45,7 +46,7 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
                 _warn_of_one_length(pipe, shape)
             for runner in runners:
                 runner.shapes = list(dict.fromkeys([*runner.shapes, shape]))
-    missing = [(entry.label, entry.refused or entry.lost or "evicted") for runner in runners for entry in runner.missing()]
+    missing = [(e.label, e.refused or e.lost or Reason.UNSEEN_SIGNATURE) for runner in runners for e in runner.missing()]
     for label, reason in missing:
         warnings.warn(f"diffgraph: asked for at start-up and not recorded: {label} ({reason})", CaptureWarning, stacklevel=4)
 

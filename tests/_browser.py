@@ -49,6 +49,8 @@ class Visitor:
 
     def __init__(self, driver: webdriver.Chrome, url: str) -> None:
         self.driver = driver
+        driver.get("about:blank")
+        driver.get_log("browser")  # what the page before this one said when it was left in the middle of something
         driver.get(url)
         self.wait(lambda: self.text("verdict"))
 

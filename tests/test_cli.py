@@ -19,6 +19,7 @@ from diffgraph.cli.main import main
 from diffgraph.cli.models import Model
 from diffgraph.cli.profile import busy_us
 from diffgraph.cli.shape_options import shapes_of
+from diffgraph.prompts import AUTO
 from diffgraph.shapes import CaptureShape
 
 
@@ -105,6 +106,7 @@ def test_doctors_json_holds_everything(capsys):
     assert found["prompts_vary_in_length"] and found["refused"] == {} and found["pipeline"] == "QwenImagePipeline"
     assert call["recorded"] and call["segments"] == sum(b["count"] for b in call["breaks"]) + 1
     assert call["same"] in ("to the bit", "but for rounding (a padded prompt)")
+    assert call["recordings"] == len(AUTO)  # what `capture_shapes` would record: tests/test_prompts.py
     assert call["ops"] > 100 and call["memory_bytes"] > 0 and call["measured_ms"] is None
     assert all("transformers/" in b["where"] or "attention" in b["where"] for b in call["breaks"])
 

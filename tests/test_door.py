@@ -108,6 +108,19 @@ def test_what_is_not_accelerated_says_so(pipe, verb):
         verb(pipe)
 
 
+def test_one_module_of_an_accelerated_pipeline_can_be_asked_about(pipe):
+    diffgraph.accelerate_pipeline(pipe)
+    latents(pipe)
+    assert diffgraph.report(pipe.transformer).to_dict() == diffgraph.report(pipe).to_dict()
+    with diffgraph.paused(pipe.transformer):
+        latents(pipe)
+    assert diffgraph.report(pipe).reasons["paused"] == 4
+    for verb in (diffgraph.restore_pipeline, diffgraph.capture):  # the pipeline's to decide
+        with pytest.raises(diffgraph.NotAcceleratedError, match="pass the pipeline"):
+            verb(pipe.transformer)
+    assert diffgraph.report(pipe).signatures[0].captured
+
+
 def test_a_module_of_ones_own_loop():
     module = Net().eval()
     assert diffgraph.accelerate_module(module) is module
@@ -273,7 +286,9 @@ def test_what_start_up_did_not_record_is_said(pipe):
         diffgraph.accelerate_pipeline(pipe, capture_shapes=["64x64", "64x96"], max_graphs=1)
     assert len(caught) == 1
     latents(pipe, width=96)
-    assert list(diffgraph.report(pipe).unseen.values()) == []
+    latents(pipe)
+    report = diffgraph.report(pipe)
+    assert list(report.unseen.values()) == [] and report.reasons["evicted"] == 4
     latents(pipe, width=128)
     assert list(diffgraph.report(pipe).unseen.values()) == [4]
     assert "not recorded, 4 calls: transformer: " in str(diffgraph.report(pipe))
@@ -353,6 +368,7 @@ def test_no_more_than_max_graphs_are_kept_and_the_survivors_stay_right(pipe):
     for width in sizes * 3:
         assert torch.equal(latents(pipe, width=width), want[width])
         assert sum(s.captured for s in diffgraph.report(pipe).signatures) <= 2
+    assert diffgraph.report(pipe).reasons["evicted"] == 6  # at each return, which records it again
 
 
 def test_a_memory_limit_holds_on_the_cpu_too(pipe):

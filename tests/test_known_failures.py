@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _toys import accelerated, call, calls, eager, flux, flux_pipe, settle
+from _toys import SETTLED, accelerated, call, calls, eager, flux, flux_pipe, settle
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
 from diffusers import FasterCacheConfig, FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
@@ -346,7 +346,7 @@ def test_the_survivors_of_an_eviction_replay_right():
         settle(t, **batch)
     assert [s.captured for s in diffgraph.report(t).signatures] == [False, True, True]
     assert calls(t, 2, **wider[2]) == calls(t, 2, **wider[1]) == ["replay"] * 2
-    settle(t, **wider[0])
+    assert calls(t, 4, **wider[0]) == ["evicted", *SETTLED[1:]]
     assert [s.captured for s in diffgraph.report(t).signatures] == [True, True, False]
     assert call(t, **wider[1]) == "replay"
 

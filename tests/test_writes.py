@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffgraph import writes
-from diffgraph.guards import Fingerprint
+from diffgraph.guards import Fingerprint, writes
+from diffgraph.guards.writes import Writes
 from diffgraph.reasons import Reason
-from diffgraph.writes import Writes
 
 WRITES = {
     "an item is set": lambda d: d.__setitem__("a", object()),

@@ -16,6 +16,7 @@ from diffgraph.cli.forecast import Forecast, forecast
 from diffgraph.cli.profile import gap_us, profiled
 from diffgraph.compare import close, same_bits
 from diffgraph.pipeline import accelerated
+from diffgraph.prompts import PromptBuckets
 from diffgraph.reasons import Reason
 from diffgraph.sequence import Break
 
@@ -37,7 +38,7 @@ class BreakFound:
 @dataclass
 class Diagnosis:
     """One kind of call. Times in ms; those that only a GPU can tell are `None` without one. `same`: as eager, `SAME`, `CLOSE` or
-    `DIFFERENT`."""
+    `DIFFERENT`. `recordings`: that start-up capture makes of it, one a prompt bucket; they share the memory of the largest."""
 
     shape: str
     denoiser: str
@@ -50,6 +51,7 @@ class Diagnosis:
     expected_ms: float | None = None
     expected_speed_up: float | None = None
     recorded: bool = False
+    recordings: int = 1
     reasons: dict[str, str] = field(default_factory=dict)
     segments: int = 0
     breaks: list[BreakFound] = field(default_factory=list)
@@ -80,9 +82,13 @@ def diagnose(call: DenoiserCall, shape: str, repeats: int) -> Diagnosis:
 def _record(call: DenoiserCall, found: Diagnosis) -> None:
     report = settle(call)
     found.reasons = {r: Reason(r).meaning for r in report.reasons if r not in _EXPECTED}
-    entry = next((e for runner in accelerated(call.module) for e in runner.table.all_entries() if e.recording is not None), None)
+    runner = accelerated(call.module)[0]
+    entry = next((e for e in runner.table.all_entries() if e.recording is not None), None)
     if entry is None or entry.recording is None:
         return
+    buckets = PromptBuckets.of(call.module, runner.options, runner.positional)
+    if buckets is not None:
+        found.recordings = max(1, sum(1 for _ in buckets.every(call.args, call.kwargs)))
     found.recorded, found.segments, found.memory_bytes = True, entry.recording.segments, entry.memory_bytes
     steps = [step for step in entry.recording.sequence.steps if isinstance(step, Break)]
     alike = Counter((*_told(step.name), step.where, step.reads_host) for step in steps)

@@ -111,7 +111,10 @@ def _show(found: dict[str, Any], screen: Any) -> None:
 
 
 def _costs(calls: list[dict[str, Any]]) -> Any:
-    columns = ("shape", "denoiser", "calls", "ops", "launches", "recorded", "segments", "breaks", "memory MiB", "as eager")
+    columns = (
+        *("shape", "denoiser", "calls", "ops", "launches", "recorded", "segments", "breaks", "memory MiB", "recordings"),
+        "as eager",
+    )
     return table(
         "A denoising step",
         columns,
@@ -126,6 +129,7 @@ def _costs(calls: list[dict[str, Any]]) -> Any:
                 d["segments"],
                 sum(b["count"] for b in d["breaks"]),
                 d["memory_bytes"] / MIB,
+                d["recordings"] if d["recorded"] else None,
                 d["same"],
             )
             for d in calls

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from diffgraph.writes import versions
+from diffgraph.guards.writes import versions
 
 Table = dict[str, Any]
 
