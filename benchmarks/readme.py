@@ -13,6 +13,7 @@ from diffgraph.reasons import Reason
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
 SOAK = RESULTS.with_name("soak-cpu.json")
+PARALLEL = RESULTS.with_name("h200-parallel.json")  # of `benchmarks.parallel`, once it has been measured
 ANOTHER_RUN = RESULTS.with_name("h200-another-run.json")  # the same kind of machine, with a host of another speed
 NAMES = {
     "qwen_image": "Qwen-Image 20.4B",
@@ -28,7 +29,7 @@ NAMES = {
 
 def filled(text: str) -> str:
     """The README's text with what stands between each pair of markers made anew."""
-    blocks = {"benchmarks": measured, "prompts": prompts, "reliability": reliability, "reasons": reasons}
+    blocks = {"benchmarks": measured, "prompts": prompts, "reliability": reliability, "reasons": reasons, "parallel": parallel}
     for name, made in ((name, make()) for name, make in blocks.items()):
         block = f"<!-- {name} -->\n{made}\n<!-- end of {name} -->"
         text = re.sub(rf"<!-- {name} -->(.*?<!-- end of {name} -->)?", lambda _, b=block: b, text, count=1, flags=re.DOTALL)
@@ -111,6 +112,32 @@ def measured() -> str:
     return "\n".join([*lines, "", *spent(list(rows.values()))])
 
 
+def parallel() -> str:
+    """What several GPUs gain over one, eager and recorded."""
+    if not PARALLEL.exists():
+        return ""
+    data, rows = read(PARALLEL)
+    versions = data["versions"]
+    alone = {(r["what"], r["family"], r["shape"]): r for r in rows.values() if r.get("gpus") == 1 and r["mode"].endswith("eager")}
+    lines = [
+        f"{data['machine']}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, published sizes with random "
+        "weights. Last column: times as fast as one GPU's eager call.",
+        "",
+        "| model | shape | what | | ms | |",
+        "|---|---|---|---|--:|--:|",
+    ]
+    for (what, family, shape, mode), row in rows.items():
+        eager = alone.get((what, family, shape))
+        if what == "parallel soak" or eager is None:
+            continue
+        whole = f"pipeline, {row['steps']} steps" if what == "parallel pipeline" else "one denoiser call"
+        gain = f"**{eager['ms'] / row['ms']:.2f}x**"
+        lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {whole} | {mode} | {row['ms']:.1f} | {gain} |")
+    soaked = [r for r in rows.values() if r["what"] == "parallel soak"]
+    soaks = [f"- {r['mode']}, {r['shape'].replace('x', '×')}: {r['note']}." for r in soaked]
+    return "\n".join([*lines, "", *soaks]).rstrip()
+
+
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], dict[str, Any]]]:
     """A results file, and its rows by what, family, shape and mode."""
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -145,7 +172,7 @@ def _span(values: Iterable[float], digits: int = 1) -> str:
     return f"{found[0]:.{digits}f}–{found[-1]:.{digits}f}"
 
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "parallel.md")
 
 if __name__ == "__main__":
     for page in PAGES:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import _table, denoiser, memory, pipeline
+from benchmarks import _table, denoiser, memory, pipeline, readme
 
 COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
 TINY = ["--size", "tiny", "--device", "cpu"]
@@ -103,3 +103,19 @@ def test_a_table_aligns_text_left_and_numbers_right():
     rows = [{"a": "x", "b": 1.25, "c": True}, {"a": "long", "b": 100.0, "c": None}]
     lines = _table.table(rows, {"name": "a", "ms": "b", "ok": "c"}).splitlines()
     assert lines == ["name    ms   ok", "x     1.25  yes", "long   100"]
+
+
+def test_the_table_of_several_gpus_compares_with_one_gpus_eager_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "PARALLEL", tmp_path / "parallel.json")
+    assert readme.parallel() == ""
+    about = {"what": "parallel denoiser", "family": "flux", "shape": "512x512"}
+    rows = [
+        {**about, "gpus": 1, "mode": "1 GPU: eager", "ms": 80.0},
+        {**about, "gpus": 2, "mode": "2 GPUs: ulysses, recorded", "ms": 40.0},
+        {**about, "what": "parallel soak", "gpus": 2, "mode": "2 GPUs: ulysses, recorded", "ms": 41.0, "note": "0 wrong results"},
+    ]
+    data = {"machine": "GPUs of one host", "versions": {"torch": "2", "diffusers": "0"}, "rows": rows}
+    readme.PARALLEL.write_text(json.dumps(data), encoding="utf-8")
+    lines = readme.parallel().splitlines()
+    assert "| FLUX.1 11.9B | 512×512 | one denoiser call | 2 GPUs: ulysses, recorded | 40.0 | **2.00x** |" in lines
+    assert lines[-1] == "- 2 GPUs: ulysses, recorded, 512×512: 0 wrong results."
