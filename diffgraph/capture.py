@@ -69,13 +69,20 @@ class Recording:
             if self.padding is not None and call.prompt is not None:
                 self.padding.lengths = call.prompt.lengths
             self.sequence.failed_halfway = None
-            room = self._room() if self.sequence.collectives else {}
+            room = self._made_room() if self.sequence.collectives else {}
             if ranks is None:
                 self.sequence.replay()
             else:
                 with torch.inference_mode(False), torch.no_grad(), ranks.watching():  # as while it was recorded: see `record`
                     self.sequence.replay(None if self.pool.runs_while_recording else ranks.before)
             return self.outputs(call.leaves, room)
+
+    def _made_room(self) -> dict[int, torch.Tensor]:
+        try:
+            return self._room()
+        except torch.OutOfMemoryError:  # the other ranks replay, so this one had better, too
+            torch.cuda.empty_cache()
+            return self._room()
 
     def _room(self) -> dict[int, torch.Tensor]:
         """Memory for what the next replay returns: where there is none, other ranks do not yet wait for our part in it."""

@@ -5,9 +5,9 @@ What is assumed: each rank makes the same calls in the same order, from one thre
 A rank replays without asking anybody. Whatever else it wants to do with a call, it does as all do: the ranks *meet* at a call,
 each says what it would do and what it has recorded; all do the least of it, and keep what all have. The others learn of a meeting
 from a thread that looks every few milliseconds; where some rank is ahead, the meeting is at the call that it has yet to make, and
-until then who is behind replays or runs eager, which issues the same collectives. While something is recorded, or replayed for
-the first time, the ranks also speak before each collective, so that one that fails takes the others with it instead of leaving
-them to wait.
+until then who is behind replays, or runs eager where that goes together with the others' replays. While something is recorded, or
+replayed for the first time, the ranks also speak before each collective, so that one that fails takes the others with it instead
+of leaving them to wait.
 
 Speaking goes through the key-value store that torch.distributed was set up with, on the host: no stream, no further group.
 """
@@ -202,7 +202,7 @@ class Ranks:
         self.last_collective = name
 
     def parted(self, what: str) -> RankError:
-        return RankError(f"{self._me()}: {what}, after a collective; the other ranks wait for the rest of it")
+        return RankError(f"{self._me()}: {what}; {self._last()}")
 
     def wait_for(self, pool: Pool) -> None:
         """Until the device is done with what this step has launched."""

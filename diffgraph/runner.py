@@ -34,6 +34,7 @@ from diffgraph.side_effects import Before
 from diffgraph.signature import Call, Refused
 from diffgraph.state import State
 from diffgraph.table import Table
+from diffgraph.tensors import weights_device
 from diffgraph.traffic import asked_shape
 from diffgraph.verification import is_same, is_slower
 
@@ -101,8 +102,8 @@ class Runner:
             return self._recorded(module, args, kwargs)
         except Refused as refused:
             ranks = self._ranks_of(module)
-            if ranks is not None and ranks.is_deciding:
-                ranks.least(Intent.EAGER, "", self.name)
+            if ranks is not None and ranks.is_deciding and ranks.least(Intent.EAGER, "", self.name) is None:
+                self._check_apart(ranks, module, str(refused))
             self.routes.note(Route.EAGER, refused.reason, refused.detail)
         return self._eager(module, args, kwargs)
 
@@ -158,7 +159,7 @@ class Runner:
             changed: HostValueChanged | None = None
             wish = None if ranks is None else self._agree(ranks, visit)
             if wish is not None and wish >= Intent.VERIFY:
-                return self._replay_together(visit)
+                return self._replay_together(visit, wish)
             for known in entry.values.recorded():
                 try:
                     return self._replay(visit._replace(entry=known))
@@ -206,8 +207,11 @@ class Runner:
         if wish is Intent.REPLAY and ranks.goes_alone():
             return wish
         agreed = ranks.least(wish, visit.call.signature.key(), entry.label)
-        if agreed is None:  # some rank is past this call already
-            agreed = wish if wish is Intent.REPLAY else Intent.EAGER
+        if agreed is None and wish is not Intent.REPLAY:
+            self._check_apart(ranks, visit.module, str(entry.lost or Reason.UNSEEN_SIGNATURE))
+            agreed = Intent.EAGER
+        if agreed is None:
+            return wish
         if agreed is Intent.EAGER:
             raise Refused(Reason.OTHER_RANK)
         if agreed < Intent.VERIFY and recording is not None:
@@ -215,9 +219,19 @@ class Runner:
         entry.trusted &= agreed is not Intent.VERIFY
         return agreed
 
-    def _replay_together(self, visit: Visit) -> Any:
+    def _check_apart(self, ranks: Ranks, module: torch.nn.Module, why: str) -> None:
+        """Some rank has begun this call as a replay, and this one cannot. Eager issues the same collectives, but where replays
+        are graphs NCCL wants each of them to be part of a graph on all ranks, or on none."""
+        if self.options.collectives == "record" and weights_device(module).type != "cpu":
+            raise ranks.parted(f"{self.name} cannot replay a call that another rank has begun to replay: {why}")
+
+    def _replay_together(self, visit: Visit, agreed: Intent) -> Any:
         try:
             return self._replay(visit)
+        except Refused as refused:
+            if agreed is Intent.REPLAY and visit.ranks is not None:  # where it is verified, all ranks have given up
+                self._check_apart(visit.ranks, visit.module, str(refused))
+            raise
         except HostValueChanged as changed:
             self._drop(visit.entry, lost=Reason.HOST_VALUE_CHANGED)
             raise Refused(Reason.HOST_VALUE_CHANGED, str(changed)) from None
@@ -682,7 +696,9 @@ def _not_halfway(visit: Visit, watchers: Ranks | None) -> Iterator[None]:
         failed = None if recording is None or watchers is not None else recording.sequence.failed_halfway
         if visit.ranks is None or failed is None:
             raise
-        raise visit.ranks.parted(f"a replay of {visit.entry.label} raised {error!r} in {failed}") from error
+        raise visit.ranks.parted(
+            f"a replay of {visit.entry.label} raised {error!r} in {failed}, after a collective; the other ranks wait for the rest"
+        ) from error
 
 
 @contextmanager
