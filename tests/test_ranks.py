@@ -18,6 +18,8 @@ from diffgraph.pipeline import accelerated
 from diffgraph.ranks import Intent, Ranks
 from diffgraph.sequence import Break
 
+pytestmark = pytest.mark.timeout(400)  # the first one waits for all acts
+
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def seen(request):
@@ -36,18 +38,17 @@ def seen(request):
         process.start()
     found = {name: {} for name in _ranks.acts(request.param)}
     for _ in range(_ranks.WORLD * len(found)):
-        rank, name, saw = answers.get(timeout=120)
+        rank, name, saw = answers.get(timeout=200)
         found[name][rank] = saw
     for process in processes:
         process.join(timeout=30)
     return found
 
 
-@pytest.mark.parametrize("kind", _ranks.EQUAL)
-@pytest.mark.parametrize("family", _ranks.FAMILIES)
+@pytest.mark.parametrize("family, kind", _ranks.PAIRS)
 def test_parallel_replays_equal_parallel_eager(seen, family, kind):
     _, recorded = _ranks.EQUAL[kind]
-    assert both(seen[f"{family}: {kind}"]) == ([*SETTLED, "replay"], recorded)
+    assert both(seen[f"{family}: {kind}"]) == (SETTLED, recorded)
 
 
 def skip_on_gpus(act, seen):
@@ -116,9 +117,9 @@ def test_the_example_records_at_start_up(seen):
 
 def test_the_benchmark_measures_and_changes_things_on_the_way(seen):
     printed = seen["the_benchmark"][0].splitlines()
-    assert [line.split()[1] for line in printed[2:]] == ["denoiser", "denoiser", "pipeline", "soak"]
+    assert [line.split()[1] for line in printed[2:]] == ["denoiser", "denoiser", "soak"]
     assert all(line.split()[-1] == "yes" for line in printed[2:4])
-    assert printed[5].endswith("yes  10 of 10 replays, 3 of 3 at the end, 0 wrong results")
+    assert printed[4].endswith("yes  10 of 10 replays, 3 of 3 at the end, 0 wrong results")
 
 
 def test_a_rank_that_hangs_while_recording_is_named_with_signature_and_collective(seen):
@@ -206,7 +207,7 @@ def test_a_rank_of_gpus_that_cannot_replay_with_the_others_raises(monkeypatch):
     (found,) = accelerated(module)
     found._check_apart(pair()[0], module, "weights_changed")
     monkeypatch.setattr(runner, "weights_device", lambda _: torch.device("cuda"))
-    with pytest.raises(diffgraph.RankError, match="rank 4: Linear cannot replay .*: weights_changed"):
+    with pytest.raises(diffgraph.RankError, match=r"rank 4: Linear cannot replay .*: weights_changed"):
         found._check_apart(pair()[0], module, "weights_changed")
 
 
