@@ -247,7 +247,7 @@ class Ranks:
 
     def _collect(self, key: str, place: str = "") -> list[bytes]:
         keys = [f"{key}/{rank}" for rank in range(len(self._names))]
-        pause, deadline = 0.0, time.monotonic() + TIMEOUT_S
+        pause, deadline = 1e-4, time.monotonic() + TIMEOUT_S
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 late = [self._names[r] for r, k in enumerate(keys) if not self._store.check([k])]

@@ -518,10 +518,11 @@ class Runner:
     def _run(self, visit: Visit, recording: Recording, watchers: Ranks | None = None) -> Any:
         entry, call, pool = visit.entry, visit.call, recording.pool
         rng = pool.rng_state() if recording.draws else None
+        run = recording.run if watchers is None else partial(recording.run, ranks=watchers)
         try:
             # What an unfinished replay drew, eager draws again.
             with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext(), _not_halfway(visit, watchers):
-                return named(entry.label, recording.run, call, watchers)
+                return named(entry.label, run, call)
         except (HostValueChanged, OtherRankFailed, RankError):
             raise  # another recording of this signature may fit; or all ranks give it up; or none can go on
         except torch.OutOfMemoryError:
