@@ -1,1 +1,1 @@
-"""What diffgraph saves, measured: `python -m benchmarks.denoiser`, `.pipeline`, `.memory`; `results/` holds figures."""
+"""What diffgraph saves, measured: `python -m benchmarks.denoiser`, `.pipeline`, `.memory`, `.peers`; `results/` holds figures."""

@@ -78,6 +78,13 @@ def difference(a: Any, b: Any) -> dict[str, Any]:
     return {"max_abs_diff": max(largest) if all(map(isfinite, largest)) else None, "equal": same_bits(a, b)}
 
 
+def relative_difference(a: Any, b: Any) -> float | None:
+    """In the 2-norm, over all tensors; `None` where it is no number."""
+    pairs = list(zip(_floats(a), _floats(b), strict=True))
+    apart, size = (sum(float(t.square().sum()) for t in found) for found in ([x - y for x, y in pairs], [y for _, y in pairs]))
+    return (apart / size) ** 0.5 if size and isfinite(apart) and isfinite(size) else None
+
+
 def is_finite(output: Any) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in _floats(output))
 

@@ -12,6 +12,8 @@ from diffgraph.reasons import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
+PEERS = RESULTS.with_name("h200-peers.json")
+CHART = "docs/pictures/peers.svg"
 SOAK = RESULTS.with_name("soak-cpu.json")
 PARALLEL = RESULTS.with_name("h200-parallel.json")  # of `benchmarks.parallel`, once it has been measured
 ANOTHER_RUN = RESULTS.with_name("h200-another-run.json")  # the same kind of machine, with a host of another speed
@@ -29,7 +31,14 @@ NAMES = {
 
 def filled(text: str) -> str:
     """The README's text with what stands between each pair of markers made anew."""
-    blocks = {"benchmarks": measured, "prompts": prompts, "reliability": reliability, "reasons": reasons, "parallel": parallel}
+    blocks = {
+        "benchmarks": measured,
+        "peers": peers,
+        "prompts": prompts,
+        "reliability": reliability,
+        "reasons": reasons,
+        "parallel": parallel,
+    }
     for name, made in ((name, make()) for name, make in blocks.items()):
         block = f"<!-- {name} -->\n{made}\n<!-- end of {name} -->"
         text = re.sub(rf"<!-- {name} -->(.*?<!-- end of {name} -->)?", lambda _, b=block: b, text, count=1, flags=re.DOTALL)
@@ -136,6 +145,39 @@ def parallel() -> str:
     soaked = [r for r in rows.values() if r["what"] == "parallel soak"]
     soaks = [f"- {r['mode']}, {r['shape'].replace('x', '×')}: {r['note']}." for r in soaked]
     return "\n".join([*lines, "", *soaks]).rstrip()
+
+
+def peers() -> str:
+    """Each way of running a denoiser: its time, and its seconds to build; nothing where none was measured."""
+    if not PEERS.exists():
+        return ""
+    data, rows = read(PEERS)
+    found = [row for row in rows.values() if row["what"] == "peers"]
+    modes = list(dict.fromkeys(row["mode"] for row in found))
+    lines = [
+        f"{data['machine'].replace('one', 'One')}, torch {data['versions']['torch']}, published sizes with random weights: ms "
+        "of one denoiser call, in brackets seconds to build it. Floor: FLOPs at the rate of one large matrix product, or the "
+        "weights read once. `python -m benchmarks.peers` measures it.",
+        "",
+        f"| model | shape | {' | '.join(f'`{mode}`' for mode in modes)} | floor |",
+        f"|---|---|{'--:|' * len(modes)}--:|",
+    ]
+    for family, shape in dict.fromkeys((row["family"], row["shape"]) for row in found):
+        own = {row["mode"]: row for row in found if (row["family"], row["shape"]) == (family, shape)}
+        fastest = min((row["ms"] for row in own.values() if row["ms"]), default=None)
+        cells = [_peer(own.get(mode), fastest) for mode in modes]
+        floor_ms = next(iter(own.values()))["floor_ms"]
+        lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {' | '.join(cells)} | {floor_ms:.1f} |")
+    if (ROOT / CHART).exists():
+        lines += ["", f"![Milliseconds a call and seconds to build of each mode]({CHART})"]
+    return "\n".join(lines)
+
+
+def _peer(row: dict[str, Any] | None, fastest: float | None) -> str:
+    if row is None or not row["ms"]:
+        return "–"
+    ms = f"**{row['ms']:.1f}**" if row["ms"] == fastest else f"{row['ms']:.1f}"
+    return ms if row["mode"] == "eager" else f"{ms} ({row['build_s']:.1f})"
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], dict[str, Any]]]:

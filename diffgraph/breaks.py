@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from diffgraph.current import RECORDING, open_recorder
-from diffgraph.errors import OptionError
+from diffgraph.errors import CaptureError, OptionError
 from diffgraph.padding import current as padding_now
 from diffgraph.padding import left_out, without_padding
+from diffgraph.pieces import LAYOUT, Layout
 from diffgraph.sequence import Break, GraphSequence
+from diffgraph.tensors import map_tensors, tensors_in
 from diffgraph.untraced import untraced
 
 #: diffusers' names of the attention that is PyTorch's own.
@@ -29,16 +31,22 @@ _NATIVE = frozenset({"native", "_native_cudnn", "_native_efficient", "_native_fl
 
 @contextmanager
 def placed(
-    module: torch.nn.Module, breaks: str | Sequence[str], more: Sequence[str] = (), *, is_parallel: bool = False
+    module: torch.nn.Module,
+    breaks: str | Sequence[str],
+    more: Sequence[str] = (),
+    *,
+    in_graph: bool = False,
+    is_parallel: bool = False,
 ) -> Iterator[None]:
     """Inside, every chosen call, and that of the submodules named by `more`, is a break of the capture that the calling thread
-    has open. `is_parallel`: other ranks take part in the forward, and each break costs the host more than it saves."""
+    has open. `in_graph`: to Dynamo, attention is a node of its graph (see `pieces`). `is_parallel`: other ranks take part in the
+    forward, and each break costs the host more than it saves."""
     with RECORDING, ExitStack() as stack:
         if breaks in ("auto", "attention"):
-            stack.enter_context(_attention(is_parallel and breaks == "auto"))
+            stack.enter_context(_attention(in_graph, is_parallel and breaks == "auto"))
         else:
             for name in breaks:
-                stack.enter_context(_attention() if name == "attention" else _named(module, name))
+                stack.enter_context(_attention(in_graph) if name == "attention" else _named(module, name))
         for name in more:
             stack.enter_context(_named(module, name))
         yield
@@ -65,7 +73,7 @@ def _break(
     live: Callable[[], Callable[..., Any]],
     original: Callable[..., Any],
     rows: int | None,
-    unless_unmasked: bool,
+    unless_unmasked: bool = False,
 ) -> Callable[..., Any]:
     """A stand-in for `original`: a break while this thread records, plain otherwise. `live` finds the function at replay.
 
@@ -95,26 +103,59 @@ def _is_masked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None
 
 
+@functools.lru_cache(maxsize=64)  # the very same for each capture, which compiled code is valid for
+def _node(
+    name: str, live: Callable[[], Callable[..., Any]], original: Callable[..., Any], rows: int | None
+) -> Callable[..., Any]:
+    """The same as one opaque node of Dynamo's graph, in which `pieces` finds it. (It does not `wraps`: the graph would call it by
+    the original's name.)"""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    stand_in, layout = _break(name, live, original, rows), Layout(heads_first=rows == -2)
+
+    def node(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
+            return stand_in(*args, **kwargs)
+        if open_recorder() is not None:
+            raise CaptureError("what was compiled for this forward does not fit it when it is recorded")
+        return map_tensors(layout.of, original(*args, **kwargs))
+
+    setattr(node, LAYOUT, layout)
+    torch.compiler.allow_in_graph(node)
+    return node
+
+
 @contextmanager
-def _attention(unless_unmasked: bool = False) -> Iterator[None]:
+def _attention(in_graph: bool = False, unless_unmasked: bool = False) -> Iterator[None]:
     """The two doors through which every diffusers model reaches attention.
 
     diffusers' registry is patched and not `dispatch_attention_fn`, which 49 of its modules imported by name. One door calls the
     other; the second is then inside a break, so it runs plainly. `unless_unmasked`: PyTorch's own attention without a mask is no
     break, since it is safe to record.
     """
+    make = _node if in_graph else _break
     with ExitStack() as stack:
-        functional = torch.nn.functional
-        sdpa = "scaled_dot_product_attention"
-        stack.enter_context(
-            _replaced(functional.__dict__, sdpa, "attention", lambda: getattr(functional, sdpa), -2, unless_unmasked)
-        )
+        functional = torch.nn.functional.__dict__
+        own = partial(_break, unless_unmasked=True) if unless_unmasked else make
+        stack.enter_context(_replaced(functional, _SDPA, "attention", _live_sdpa, rows=-2, make=own))
         registry = _registry()
         for backend in list(registry):
             kind = str(getattr(backend, "value", backend))
-            live, own = partial(registry.__getitem__, backend), unless_unmasked and kind in _NATIVE
-            stack.enter_context(_replaced(registry, backend, f"attention ({kind})", live, 1, own))
+            how = own if kind in _NATIVE else make
+            stack.enter_context(_replaced(registry, backend, f"attention ({kind})", _live_backend(backend), rows=1, make=how))
         yield
+
+
+_SDPA = "scaled_dot_product_attention"
+
+
+def _live_sdpa() -> Callable[..., Any]:
+    return getattr(torch.nn.functional, _SDPA)
+
+
+@functools.cache
+def _live_backend(backend: Any) -> Callable[[], Callable[..., Any]]:
+    return partial(_registry().__getitem__, backend)
 
 
 def _registry() -> dict[Any, Callable[..., Any]]:
@@ -154,11 +195,11 @@ def _replaced(
     name: str,
     live: Callable[[], Callable[..., Any]],
     rows: int | None = None,
-    unless_unmasked: bool = False,
+    make: Callable[..., Callable[..., Any]] = _break,
 ) -> Iterator[None]:
     absent = key not in where  # a method of the class, reached through the instance
     found = live()
-    where[key] = _break(name, live, found, rows, unless_unmasked)
+    where[key] = make(name, live, found, rows)
     try:
         yield
     finally:

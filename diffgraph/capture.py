@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from diffgraph import breaks as break_points
+from diffgraph.blocks import BlockCompiler, Compilation
 from diffgraph.collectives import arrived
 from diffgraph.compare import same_bits
 from diffgraph.containers import follow
 from diffgraph.devices import Pool
-from diffgraph.errors import CaptureError
+from diffgraph.errors import CaptureError, OpNotRecordable
+from diffgraph.families.base import PromptRule
 from diffgraph.padding import Padding
 from diffgraph.ranges import opened
 from diffgraph.ranks import Ranks
-from diffgraph.recorder import record
+from diffgraph.recorder import precision, record
 from diffgraph.sequence import Break, GraphSequence
 from diffgraph.signature import Call, is_constant
 from diffgraph.static_inputs import StaticInputs
@@ -31,7 +34,8 @@ Forward = Callable[..., Any]
 class Recording:
     """A recorded forward. `run` gives it a call's live leaves and returns what the forward would."""
 
-    def __init__(self, inputs: StaticInputs, sequence: GraphSequence) -> None:
+    def __init__(self, inputs: StaticInputs, sequence: GraphSequence, around: Surroundings | None = None) -> None:
+        self._around = around
         self.inputs = inputs
         self.sequence = sequence
         self.wrote_inputs = False  # it wrote to its arguments, which a replay would do to the static inputs only
@@ -40,6 +44,8 @@ class Recording:
         self.left: list[Any] | None = None  # by the last run, in the caller's containers, where the forward changes them
         self.left_spec: Spec = None
         self.padding: Padding | None = None  # of its prompts
+        self.compilation: Compilation | None = None  # of its blocks
+        self.uncompiled: str | None = None  # why they are not, where they were to be
         self.escaped = False  # something outside still holds memory that the next replay overwrites
         self._spec: Spec = None
         self._leaves: list[Any] = []
@@ -61,6 +67,13 @@ class Recording:
         """The modules in whose forwards Python reads values, or sizes that depend on values."""
         found = [step.reader() for step in self.sequence.steps if isinstance(step, Break) and step.reader is not None]
         return [module for module in found if module is not None]
+
+    def unrecorded(self, module: torch.nn.Module, forward: Forward) -> Any:
+        """The forward that this is of, on the inputs that it was last given: the same ops on the same shapes."""
+        assert self._around is not None
+        args, kwargs = self.inputs.call()
+        with self._around.placed(module, self.padding), precision():
+            return forward(*args, **kwargs)
 
     def run(self, call: Call, ranks: Ranks | None = None) -> Any:
         """`ranks`: those that run it at the same time for the first time, and speak to one another on the way."""
@@ -168,63 +181,100 @@ def capture(
     break_ops: Collection[Any] = (),
     ranks: Ranks | None = None,
     collectives: str = "record",
+    compiler: BlockCompiler | None = None,
 ) -> tuple[Recording, Any]:
     """Record `forward` for this call. Returns the recording and the call's own result: a capture is a true forward.
 
-    `more_breaks` are names of submodules, beside what `breaks` chooses, and `break_ops` ops to run eagerly. `ranks` are those
-    that record the same at the same time; what they say to one another is recorded or a break, as `collectives` tells.
+    `more_breaks` are names of submodules, beside what `breaks` chooses, and `break_ops` ops to run eagerly. Where compiling the
+    module's blocks fails, or recording what was compiled, they are recorded as they are. `ranks` are those that record the same
+    at the same time; what they say to one another is recorded or a break, as `collectives` tells.
     Whatever the forward raises is passed on, with nothing of the attempt left.
     """
     with pool.turn(), opened("capture"):
         inputs = StaticInputs(call)
-        sequence = GraphSequence(pool)
         if backend == "eager":
-            made = EagerRecording(inputs, sequence, forward)
+            made = EagerRecording(inputs, GraphSequence(pool), forward)
             return made, made.run(call)
-        recording = Recording(inputs, sequence)
-        rng = pool.rng_state()
         whole = backend == "full"
-        args, kwargs = inputs.call()
-        weights = chain(module.parameters(), module.buffers())
-        recording.padding = None if call.prompt is None else call.prompt.padding()
-        with (
-            break_points.placed(module, () if whole else breaks, () if whole else more_breaks, is_parallel=ranks is not None),
-            padded(module, call, recording.padding),
-            record(
-                sequence,
-                weights=weights,
-                inputs=inputs.tensors,
-                whole=whole,
-                break_ops=break_ops,
-                ranks=ranks,
-                break_at_collectives=collectives == "break",
-            ) as recorder,
-        ):
-            output = map_leaves(settled, forward(*args, **kwargs), objects=True)
-            changed = inputs.changed(args, kwargs)
-            _check_outputs((output, changed and changed[0]))
-            _check_host_reads(sequence)
-        recording.wrote_inputs = bool(recorder.written)
-        recording._set_outputs(output, changed, recorder.is_born)
-        recording.draws = pool.drew(rng)
-        recording.unused_breaks = break_points.unused(() if whole else breaks, sequence)
-        result = recording.outputs(call.leaves)
-        del output, args, kwargs, changed
-        recording.escaped = recorder.escaped()
+        rule = None if call.prompt is None else call.prompt.rule
+        around = Surroundings(rule, () if whole else breaks, () if whole else more_breaks, compiler, ranks is not None)
+        rules = {"whole": whole, "break_ops": break_ops, "ranks": ranks, "break_at_collectives": collectives == "break"}
+        if compiler is not None:
+            try:
+                return _recorded(module, forward, call, inputs, GraphSequence(pool), around, rules)
+            except (torch.OutOfMemoryError, OpNotRecordable):
+                raise
+            except Exception as error:
+                why = compiler.failed(module, error)
+            around = around._replace(compiler=None)
+        recording, result = _recorded(module, forward, call, inputs, GraphSequence(pool), around, rules)
+        recording.uncompiled = None if compiler is None else why
         return recording, result
 
 
-def padded(module: torch.nn.Module, call: Call, padding: Padding | None) -> AbstractContextManager[Any]:
-    """Inside, a forward of this thread on the call's own arguments takes the padded rows of its prompts for what they are."""
-    return nullcontext() if call.prompt is None or padding is None else call.prompt.rule.placed(module, padding)
+class Surroundings(NamedTuple):
+    """What stands around a forward while it is recorded: padded prompts, breaks, compiled blocks."""
+
+    rule: PromptRule | None
+    breaks: str | Sequence[str]
+    more_breaks: Sequence[str]
+    compiler: BlockCompiler | None
+    is_parallel: bool = False  # other ranks take part in the forward
+
+    @contextmanager
+    def placed(self, module: torch.nn.Module, padding: Padding | None) -> Iterator[None]:
+        rule, compiler = self.rule, self.compiler
+        with (
+            break_points.placed(
+                module, self.breaks, self.more_breaks, in_graph=compiler is not None, is_parallel=self.is_parallel
+            ),
+            # A forward of this thread takes the padded rows of its prompts for what they are.
+            nullcontext() if rule is None or padding is None else rule.placed(module, padding),
+            nullcontext() if compiler is None else compiler.placed(module),
+        ):
+            yield
 
 
-def padded_forward(module: torch.nn.Module, forward: Forward, call: Call) -> Any:
-    """The forward that a recording of this call is of, unrecorded: the same ops on the same shapes."""
-    assert call.prompt is not None
-    args, kwargs = unflatten(call.spec, call.leaves)
-    with break_points.placed(module, "attention"), padded(module, call, call.prompt.padding()):
-        return forward(*args, **kwargs)
+def _recorded(
+    module: torch.nn.Module,
+    forward: Forward,
+    call: Call,
+    inputs: StaticInputs,
+    sequence: GraphSequence,
+    around: Surroundings,
+    rules: dict[str, Any],
+) -> tuple[Recording, Any]:
+    """`rules`: of `record`."""
+    recording = Recording(inputs, sequence, around)
+    recording.padding = None if call.prompt is None else call.prompt.padding()
+    rng = sequence.pool.rng_state()
+    if around.compiler is not None:
+        warm_up = partial(recording.unrecorded, module, forward)
+        recording.compilation = around.compiler.compile(module, call.signature, warm_up)
+        if sequence.pool.drew(rng):
+            sequence.pool.set_rng_state(rng)
+            warm_up()  # was it the compiler, trying kernels?
+        if sequence.pool.drew(rng):
+            sequence.pool.set_rng_state(rng)
+            raise CaptureError("the forward draws random numbers, which compiled code would draw from elsewhere")
+    args, kwargs = inputs.call()
+    weights = chain(module.parameters(), module.buffers())
+    with (
+        around.placed(module, recording.padding),
+        record(sequence, weights=weights, inputs=inputs.tensors, **rules) as recorder,
+    ):
+        output = map_leaves(settled, forward(*args, **kwargs), objects=True)
+        changed = inputs.changed(args, kwargs)
+        _check_outputs((output, changed and changed[0]))
+        _check_host_reads(sequence)
+    recording.wrote_inputs = bool(recorder.written)
+    recording._set_outputs(output, changed, recorder.is_born)
+    recording.draws = recording.pool.drew(rng)
+    recording.unused_breaks = break_points.unused(around.breaks, sequence)
+    result = recording.outputs(call.leaves)
+    del output, args, kwargs, changed
+    recording.escaped = recorder.escaped()
+    return recording, result
 
 
 def settled(leaf: Any) -> Any:

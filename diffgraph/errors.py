@@ -36,10 +36,6 @@ class NotAcceleratedError(DiffgraphError, ValueError):
     """The pipeline or module is not accelerated."""
 
 
-class NotYetError(DiffgraphError, NotImplementedError):
-    """The option is part of the design and not built yet."""
-
-
 class CaptureError(DiffgraphError, RuntimeError):
     """A forward could not be recorded."""
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from diffgraph.errors import NotYetError, OptionError, OptionTypeError
+from diffgraph.errors import OptionError, OptionTypeError
+from diffgraph.pieces import Backend
 
 BACKENDS = ("breakable", "full", "eager")
+_COMPILE = ("backend", "mode", "options", "dynamic")
 CAPTURES = ("auto", "startup", "on_demand")
 COLLECTIVES = ("record", "break")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -30,6 +32,7 @@ class Options:
     poison: bool = False
     prompt_buckets: str | tuple[int, ...] | None = "auto"
     collectives: str = "record"
+    compile_blocks: Mapping[str, Any] | None = None  # keyword arguments of `torch.compile`
 
 
 def checked(
@@ -47,11 +50,11 @@ def checked(
     collectives: Any,
     unknown: dict[str, Any],
 ) -> Options:
-    """Options, or an `OptionError`/`OptionTypeError`/`NotYetError` that says what was given and what is accepted."""
+    """Options, or an `OptionError`/`OptionTypeError` that says what was given and what is accepted."""
     if unknown:
         accepted = (
             "capture_shapes and components (for a pipeline), backend, capture, breaks, max_graphs, memory_limit, verify, poison, "
-            "prompt_buckets, collectives"
+            "prompt_buckets, compile_blocks, collectives"
         )
         raise OptionTypeError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {accepted}")
     _one_of("backend", backend, BACKENDS)
@@ -59,9 +62,6 @@ def checked(
     _one_of("collectives", collectives, COLLECTIVES)
     _true_or_false("verify", verify)
     _true_or_false("poison", poison)
-    _true_or_false("compile_blocks", compile_blocks)
-    if compile_blocks:
-        raise NotYetError("compile_blocks=True is not built yet; accepted: False")
     if backend == "full" and not isinstance(breaks, str):
         raise OptionError("backend='full' records one graph without breaks; accepted with it: breaks='auto'")
     if backend == "full" and collectives == "break":
@@ -78,6 +78,7 @@ def checked(
         poison=poison,
         prompt_buckets=_buckets(prompt_buckets),
         collectives=collectives,
+        compile_blocks=_compile(compile_blocks, backend),
     )
 
 
@@ -102,6 +103,23 @@ def _buckets(value: Any) -> str | tuple[int, ...] | None:
     if not value or min(value) < 1 or any(a >= b for a, b in pairwise(value)):
         raise OptionError(f"prompt_buckets is {value!r}; {accepted}")
     return tuple(value)
+
+
+def _compile(value: Any, backend: str) -> Mapping[str, Any] | None:
+    accepted = f"accepted: True, False, or a dict with some of {', '.join(_COMPILE)} as torch.compile takes them"
+    if value is False:
+        return None
+    if value is not True and not isinstance(value, Mapping):
+        raise OptionTypeError(f"compile_blocks is {value!r}; {accepted}")
+    given = {} if value is True else dict(value)
+    if not set(given) <= set(_COMPILE):
+        raise OptionError(f"compile_blocks is {value!r}; {accepted}")
+    if backend == "eager":
+        raise OptionError("backend='eager' records nothing, so nothing is compiled; accepted with it: compile_blocks=False")
+    if given.get("mode") is not None and given.get("options") is not None:
+        raise OptionError(f"compile_blocks is {value!r}; accepted: either mode or options")
+    Backend(given)
+    return given
 
 
 def _count(value: Any) -> int | None:

@@ -73,7 +73,7 @@ def record(
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
     recorder = Recorder(sequence, weights, inputs, whole, break_ops, ranks, break_at_collectives)
-    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), _as_eager(), _no_autocast_cache():
+    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), precision():
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
         sequence.ambient = Ambient.now(sequence.pool.device.type)
@@ -110,20 +110,18 @@ def eager_on_graph(fn: F) -> F:
 
 
 @contextmanager
-def _as_eager() -> Iterator[None]:
-    """No gradients, but never inference mode: there a dispatch mode sees `linear` whole, and running it below autograd takes
-    another path than eager does (`matmul` folds by `requires_grad`), with other bits."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def precision() -> Iterator[None]:
+    """The thread's state in which a forward is recorded.
 
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Autocast keeps the weights that it has cast until its block ends: memory of the pool, held by somebody else."""
+    No gradients, but never inference mode: there a dispatch mode sees `linear` whole, and running it below autograd takes
+    another path than eager does (`matmul` folds by `requires_grad`), with other bits. And autocast keeps no weights that it has
+    cast until its block ends: memory of the pool, held by somebody else.
+    """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with torch.inference_mode(False), torch.no_grad():
+            yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
 
@@ -257,6 +255,16 @@ class Recorder(TorchDispatchMode):
                 raise
             raise OpNotRecordable(func, error) from error
 
+    def run_piece(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run compiled code, outside of this mode, as one op: what it does inside needs no look, and its memory no owner."""
+        if self._segment is None or self.in_break:
+            return fn(*args)
+        with self._writes_noted("compiled code"):
+            result = self._segment.run(fn, args, {})
+        self._note_lifetimes(tensors_in(args), result)
+        self.sequence.code.append(fn)
+        return result
+
     def _run_on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op on host tensors alone runs now and never again: what it makes is a constant, and what it changes must be one."""
         if any(storage_of(t) not in self._made_on_host for t in written_by(func, args, kwargs)):
@@ -348,16 +356,31 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def _inside_break(self, name: str) -> Iterator[None]:
         """Out of the way of what a break calls: it runs as if no capture were open (and may compile, which a mode prevents)."""
-        versions = [t._version for t in self._input_tensors]
         self.in_break = True
         try:
-            ours = _python_dispatch._get_current_dispatch_mode() is self
             # With other ranks we see the collectives of a break, too.
-            unseen = ours and self._ranks is None
-            with _python_dispatch._pop_mode_temporarily() if unseen else nullcontext():
+            with self._writes_noted(name), self.left() if self._ranks is None else nullcontext():
                 yield
         finally:
             self.in_break = False
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Inside, this mode sees no op, and Dynamo no mode: its guards look at flags that popping the mode would leave."""
+        if _python_dispatch._get_current_dispatch_mode() is not self:
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    @contextmanager
+    def _writes_noted(self, name: str) -> Iterator[None]:
+        """Where the ops that may write to an input are not seen one by one."""
+        versions = [t._version for t in self._input_tensors]
+        yield
         if versions != [t._version for t in self._input_tensors]:
             self.written.append(name)
 

@@ -19,7 +19,11 @@ _COMPILED_LATER = "was compiled after it was accelerated, so its calls are not r
 
 @dataclass(frozen=True)
 class SignatureReport:
-    """One signature. `memory_bytes` is what its capture added to the pool; `reason`: why it has no recording."""
+    """One signature. `memory_bytes` is what its capture added to the pool; `reason`: why it has no recording.
+
+    With `compile_blocks`: how often its capture had to compile (`compiles`; 0: what an earlier one has compiled fits it; `None`:
+    not compiled), how many seconds that took, and why its blocks were recorded as they are (`uncompiled`).
+    """
 
     label: str
     captured: bool
@@ -28,6 +32,9 @@ class SignatureReport:
     replays: int
     memory_bytes: int
     reason: str | None = None
+    compiles: int | None = None
+    compile_seconds: float = 0.0
+    uncompiled: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Report:
         if self.signatures:
             lines.append(f"  {'segments':>8} {'breaks':>6} {'replays':>7} {'MiB':>7}  signature")
         for s in self.signatures:
-            state = "" if s.captured else f"  ({s.reason or 'not captured'})"
+            state = _compiled(s) if s.captured else f"  ({s.reason or 'not captured'})"
             lines.append(
                 f"  {s.segments:>8} {s.breaks:>6} {s.replays:>7} {s.memory_bytes / _MIB:>7.1f}  {s.label}{state}"
             )
@@ -97,6 +104,7 @@ class Report:
 def _signature(entry: Any) -> SignatureReport:
     recording = entry.recording
     reason = entry.refused or entry.lost
+    compilation = recording.compilation if recording is not None else None
     return SignatureReport(
         label=entry.label,
         captured=recording is not None,
@@ -105,4 +113,13 @@ def _signature(entry: Any) -> SignatureReport:
         replays=entry.replays,
         memory_bytes=entry.memory_bytes,
         reason=str(reason) if reason is not None and recording is None else None,
+        compiles=compilation.compiles if compilation is not None else None,
+        compile_seconds=compilation.seconds if compilation is not None else 0.0,
+        uncompiled=recording.uncompiled if recording is not None else None,
     )
+
+
+def _compiled(s: SignatureReport) -> str:
+    if s.uncompiled is not None:
+        return f"  (not compiled: {s.uncompiled})"
+    return "" if s.compiles is None else f"  (compiled: {s.compiles} compiles, {s.compile_seconds:.1f} s)"

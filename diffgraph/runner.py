@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diffgraph.blocks import BlockCompiler
 from diffgraph.capture import Recording, capture
-from diffgraph.compare import close
 from diffgraph.current import foreign_capture, intercepted, open_recorder
 from diffgraph.devices import Pool
 from diffgraph.entry import PAYS_AFTER, Entry
@@ -36,7 +36,7 @@ from diffgraph.state import State
 from diffgraph.table import Table
 from diffgraph.tensors import weights_device
 from diffgraph.traffic import asked_shape
-from diffgraph.verification import is_same, is_slower
+from diffgraph.verification import is_close, is_same, is_slower
 
 logger = logging.getLogger("diffgraph")
 
@@ -78,6 +78,7 @@ class Runner:
         self._break_ops: set[Any] = set()  # which failed to be recorded
         self._parallel_config: Any = None
         self._ranks: Ranks | None = None
+        self._compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)
         self._paused = 0
         self._paid = 0  # recordings that have
         self._thread = threading.local()
@@ -427,6 +428,7 @@ class Runner:
                     breaks=self.options.breaks,
                     more_breaks=entry.values.breaks,
                     break_ops=self._break_ops,
+                    compiler=self._compiler if ranks is None else None,  # each rank would compile in its own time
                     ranks=ranks,
                     collectives=self.options.collectives,
                 )
@@ -486,7 +488,7 @@ class Runner:
         """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
         if recording.wrote_inputs or recording.left is not None:
             return Reason.SIDE_EFFECTS
-        if self.options.verify and not close(output, self._eager(visit.module, visit.args, visit.kwargs)):
+        if self.options.verify and not is_close(output, self._eager(visit.module, visit.args, visit.kwargs), visit.module):
             return Reason.VERIFY_FAILED
         return None
 
@@ -542,7 +544,7 @@ class Runner:
             pool.set_rng_state(rng)
         output, eager_ms = self._timed(visit, lambda: self._eager(module, args, kwargs))
         try:
-            same = is_same(replayed, output, module, self._run_forward, call) and recording.did(args, kwargs)
+            same = is_same(replayed, output, recording, module, self._run_forward, call) and recording.did(args, kwargs)
             reason = self._distrust(visit, recording, same)
         except torch.OutOfMemoryError:  # of the comparison, which needs memory of its own
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
@@ -634,6 +636,8 @@ class Runner:
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""
         self._state.forgive()
+        if self._compiler is not None:
+            self._compiler.forgive()
         for entry in self.table.all_entries():
             entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
             entry.values.forgive()

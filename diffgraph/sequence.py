@@ -50,6 +50,7 @@ class GraphSequence:
         self.steps: list[Segment | Break] = []
         self.ambient = Ambient.now(self.pool.device.type)  # in which it was recorded
         self.failed_halfway: str | None = None  # the step in which the last replay failed, where other ranks wait for the rest
+        self.code: list[Any] = []  # compiled, with the constants and kernels that segments use
         self.held: dict[int, torch.Tensor] = {}  # by storage: read by a segment, and neither born in one nor a weight
 
     @property
@@ -112,7 +113,7 @@ class GraphSequence:
             self.pool.settle()
         for step in self.steps:
             step.reset()
-        self.steps = []
+        self.steps, self.code = [], []
         self.held = {}
 
 

@@ -7,24 +7,36 @@ from typing import Any
 
 import torch
 
-from diffgraph.capture import Forward, Recording, padded_forward, settled
+from diffgraph.capture import Forward, Recording, settled
 from diffgraph.compare import close, same_bits
 from diffgraph.signature import Call
+from diffgraph.tensors import weights_device
 from diffgraph.tree import map_leaves
 
 #: A replay may take this much of eager's time before its signature is demoted; less is noise.
 MAX_SLOWER = 1.03
 
 
-def is_same(replayed: Any, output: Any, module: torch.nn.Module, forward: Forward, call: Call) -> bool:
+def is_same(
+    replayed: Any, output: Any, recording: Recording, module: torch.nn.Module, forward: Forward, call: Call
+) -> bool:
     """Whether a replay of `call` gave eager's `output`, to the bit. Where a prompt is padded, a matrix product of another shape
-    may take another kernel: then close to it, and equal to the bit to what the padded forward gives unrecorded."""
+    may take another kernel, and compiled blocks round otherwise: then close to it, and equal to the bit to what the forward that
+    was recorded, padded and compiled, gives unrecorded."""
     output = map_leaves(settled, output, objects=True)
     if same_bits(replayed, output):
         return True
-    if call.prompt is None or not call.prompt.is_padded or not close(replayed, output):
-        return False
-    return same_bits(replayed, padded_forward(module, forward, call))
+    rounds = recording.compilation is not None or (call.prompt is not None and call.prompt.is_padded)
+    return rounds and is_close(replayed, output, module) and same_bits(replayed, recording.unrecorded(module, forward))
+
+
+def is_close(a: Any, b: Any, module: torch.nn.Module) -> bool:
+    """Whether two outputs differ by no more than rounding does in the coarsest dtype that `module` computes in."""
+    device = weights_device(module).type
+    dtypes = {t.dtype for t in module.parameters() if t.is_floating_point() and t.itemsize > 1}
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    return close(a, b, max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
 
 
 def is_slower(recording: Recording, timed: Callable[[], Any], replay_ms: float | None, eager_ms: float | None) -> bool:

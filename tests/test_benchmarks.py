@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import _table, denoiser, memory, pipeline, readme
+from benchmarks import _table, chart, denoiser, memory, peers, pipeline, readme
 
 COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
 TINY = ["--size", "tiny", "--device", "cpu"]
@@ -103,6 +103,34 @@ def test_a_table_aligns_text_left_and_numbers_right():
     rows = [{"a": "x", "b": 1.25, "c": True}, {"a": "long", "b": 100.0, "c": None}]
     lines = _table.table(rows, {"name": "a", "ms": "b", "ok": "c"}).splitlines()
     assert lines == ["name    ms   ok", "x     1.25  yes", "long   100"]
+
+
+def test_peers_are_measured_side_by_side_and_drawn(tmp_path, monkeypatch):
+    out, drawn = tmp_path / "cpu.json", tmp_path / "chart.svg"
+    modes = ["eager", "torch.compile:regional", "breakable+compile"]
+    options = ["--families", "pixart", "--modes", ",".join(modes), "--compiler", "eager", "--repeats", "2", "--pipeline", "2"]
+    rows = run(peers, out, *options, "--second-shape", "32x32")
+    assert [row["mode"] for row in rows] == modes
+    for row in rows:
+        assert row["note"] is None and row["ms"] > 0 and row["pipeline_s"] > 0 and row["floor_ms"] > 0
+        assert row["equal"] is True and row["relative_diff"] == 0, "this compiler rounds as eager does"
+        assert (row["compiles"] > 0) == (row["size_compiles"] > 0) == ("compile" in row["mode"])
+    assert chart.main([str(out), str(drawn)]) == 0
+    assert drawn.stat().st_size > 10_000
+    monkeypatch.setattr(readme, "PEERS", out)
+    table = readme.peers().splitlines()
+    assert table[2].count("`") == 2 * len(modes) and table[4].startswith("| PixArt 0.6B | 64×64 | ")
+
+
+def test_a_peer_that_fails_leaves_a_note_and_the_next_is_measured(tmp_path, monkeypatch):
+    def fails(module):
+        raise RuntimeError("no blocks\nhere")
+
+    monkeypatch.setattr(peers, "repeated_blocks", fails)
+    options = ["--families", "pixart", "--repeats", "1", "--second-shape", "32x32"]
+    rows = run(peers, tmp_path / "cpu.json", *options, "--modes", "torch.compile:regional,breakable")
+    assert rows[0]["note"] == "RuntimeError: no blocks" and rows[0]["ms"] is None
+    assert rows[1]["note"] is None and rows[1]["ms"] > 0
 
 
 def test_the_table_of_several_gpus_compares_with_one_gpus_eager_call(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ import torch
 import diffgraph
 import pipelines
 from benchmarks import readme
+from diffgraph import pieces
 from diffgraph.cli.main import main
 from diffgraph.reasons import Reason
 
@@ -76,6 +77,7 @@ def a_users_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "to", lambda self, *_: self)
     monkeypatch.setattr(diffusers.FluxControlNetModel, "from_pretrained", lambda name, **_: tiny_controlnet())
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, *_, **__: None)
+    monkeypatch.setattr(pieces, "COMPILER", "eager")
     level = logging.getLogger("diffgraph").level
     yield
     logging.getLogger("diffgraph").setLevel(level)

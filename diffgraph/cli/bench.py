@@ -1,4 +1,4 @@
-"""One denoiser call, eager, breakable and as one whole graph: times, memory, and whether the bits are equal."""
+"""One denoiser call, eager, breakable and as one whole graph, compiled or not: times, memory, whether the bits are equal."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from diffgraph.cli.screen import MIB, console, print_json, table, working
 from diffgraph.cli.shape_options import add_measuring, measured_shapes
 
 BACKENDS = ("breakable", "full")
+COMPILED = "+compile"
 COLUMNS = ("shape", "denoiser", "backend", "ms", "speed-up", "segments", "breaks", "memory MiB", "bit-equal", "eager because")
 
 
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
     add_measuring(parser, repeats="timed calls of each", json="rows as JSON")
     parser.add_argument("--backends", default=",".join(BACKENDS), help="those to compare with eager")
+    parser.add_argument("--compile-blocks", action="store_true", help="and each with the model's blocks compiled")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,6 +27,8 @@ def run(options: argparse.Namespace) -> int:
     if not backends or any(name not in BACKENDS for name in backends):
         raise UsageError(f"--backends is {options.backends!r}; accepted: {', '.join(BACKENDS)}")
     shapes = measured_shapes(options)
+    if options.compile_blocks:
+        backends += [f"{name}{COMPILED}" for name in backends]
     screen = None if options.json else console()
     with working(f"loading {options.model}"):
         model = models.load(options)
@@ -72,12 +76,14 @@ def _timed(call: Any, backend: str, repeats: int) -> tuple[list[float], list[flo
     import diffgraph
     from diffgraph.cli.calls import settle
     from diffgraph.cli.clock import call_ms
-    from diffgraph.compare import same_bits
+    from diffgraph.compare import close, same_bits
 
     eager: list[float] = []
     replayed: list[float] = []
     found: dict[str, Any] = dict.fromkeys(_MEASURED)
-    diffgraph.accelerate_module(call.module, backend=backend, verify=False, prompt_buckets=None)  # whatever it gains
+    name, compiled = backend.removesuffix(COMPILED), backend.endswith(COMPILED)
+    options: dict[str, Any] = {"backend": name, "compile_blocks": compiled, "prompt_buckets": None}
+    diffgraph.accelerate_module(call.module, **options, verify=False)  # whatever it gains
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", diffgraph.CaptureWarning)  # told in the row
@@ -90,8 +96,10 @@ def _timed(call: Any, backend: str, repeats: int) -> tuple[list[float], list[flo
             if report.replays - before.replays == 2 * repeats:
                 output = call()
                 with diffgraph.paused(call.module):
-                    found["equal"] = same_bits(output, call())
+                    expected = call()
+                found["equal"] = same_bits(output, expected) or (compiled and close(output, expected) and "close")
                 (row,) = [s for s in report.signatures if s.captured]
+                found["reasons"] = row.uncompiled and f"not compiled: {row.uncompiled}"
                 found |= {"segments": row.segments, "breaks": row.breaks, "memory_mib": report.memory_bytes / MIB}
             else:
                 replayed = []

@@ -39,7 +39,8 @@ class TapeSegment(Segment):
         outputs = [(i, t) for i, t in enumerate(flatten(result)[0]) if isinstance(t, torch.Tensor)]
         fresh = [(i, _fixed(t)) for i, t in outputs if storage_of(t) not in read]
         # A view has nothing to replay: its storage is refilled by whoever writes it.
-        if fresh or func._schema.is_mutable or not outputs:
+        schema = getattr(func, "_schema", None)  # compiled code has none
+        if fresh or schema is None or schema.is_mutable or not outputs:
             self.ops.append(Op(completed(func) if is_collective(func) else func, kept_args, kept_kwargs, fresh))
         return result
 

@@ -102,5 +102,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _contents(table: Table) -> list[tuple[str, Any]]:
-    """What a table holds; parts stand for themselves by their identity, for as long as the weak references to them live."""
-    return [(key, id(value) if _is_part(value) else value) for key, value in table.items()]
+    """What a table holds; parts stand for themselves by their identity, for as long as the weak references to them live. What the
+    compiler notes on a weight says nothing of it."""
+    items = [(key, value) for key, value in table.items() if not key.startswith("_dynamo_")]
+    return [(key, id(value) if _is_part(value) else value) for key, value in items]

@@ -1,0 +1,382 @@
+"""`compile_blocks`: blocks are compiled for recordings alone, round otherwise within bounds, and leave the module as it was.
+
+The compiler here is `aot_eager`, or one that rounds otherwise: then a result shows whether compiled code made it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+
+import diffgraph
+import pipelines
+from benchmarks._calls import DenoiserCall
+from benchmarks._weights import quantize
+from diffgraph import pieces
+from diffgraph.blocks import repeated_blocks
+from diffgraph.compare import close, same_bits
+from tests._toys import eager, route_of
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(torch.nn.functional.gelu(attended.transpose(1, 2).flatten(2)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks or [Block() for _ in range(3)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x.transpose(0, 1).contiguous().transpose(0, 1))  # dense, and not contiguous
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled():
+    """Compiled code stays with the process."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def off(graph, _, by=2.0**-20):
+    """A compiler that rounds otherwise."""
+
+    def run(*args):
+        return tuple(x * (1 + by) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in graph(*args))
+
+    return run
+
+
+def accelerated(module, compiler=off, **options):
+    return diffgraph.accelerate_module(module.eval(), compile_blocks={"backend": compiler}, poison=True, **options)
+
+
+def x_of(rows=5, seed=0):
+    return torch.randn(2, rows, 16, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def steps(net, x, times=4):
+    """Calls of one signature, each close to eager; their routes, and which were made by compiled code."""
+    routes, compiled = [], []
+    for i in range(times):
+        found, route = route_of(net, lambda i=i: net(x + i))
+        wanted = eager(net, x + i)
+        assert close(found, wanted), route
+        routes.append(route)
+        compiled.append(not same_bits(found, wanted))
+    return routes, compiled
+
+
+def rows_of(net):
+    return diffgraph.report(net).signatures
+
+
+def test_recordings_are_compiled_and_what_runs_eager_is_not():
+    net = accelerated(Net())
+    before = pieces.Tally.compiles
+    routes, compiled = steps(net, x_of())
+    assert routes == ["unseen_signature", "capture", "replay", "replay"]
+    # The first replay is compared with eager, and eager's own result returned.
+    assert compiled == [False, True, False, True]
+    assert pieces.Tally.compiles - before == rows_of(net)[0].compiles == 1, "one for all blocks"
+    assert (rows_of(net)[0].segments, rows_of(net)[0].breaks) == (4, 3)
+    assert rows_of(net)[0].compile_seconds > 0
+    assert "compiled: 1 compiles" in str(diffgraph.report(net))
+    entered = pieces.Tally.entered
+    steps(net, x_of(), 2)
+    assert pieces.Tally.entered == entered, "a replay calls no compiled block"
+
+
+def test_a_replay_has_the_bits_of_the_compiled_forward():
+    net = accelerated(Net())
+    steps(net, x_of())
+    (entry,) = net._compiled_call_impl.table.entries.values()
+    with torch.no_grad():
+        assert same_bits(net(x_of(seed=1)), entry.recording.unrecorded(net, net._call_impl))
+
+
+def test_a_compiler_that_is_wrong_is_not_trusted():
+    net = accelerated(Net(), lambda graph, given: off(graph, given, by=0.1))
+    with torch.no_grad(), pytest.warns(diffgraph.CaptureWarning, match="differed"):
+        for _ in range(4):
+            net(x_of())
+        assert same_bits(net(x_of()), eager(net, x_of()))
+    assert rows_of(net)[0].reason == "verify_failed"
+
+
+def test_new_sizes_compile_once_more_and_no_further():
+    net = accelerated(Net())
+    for rows in (5, 7, 9, 11):
+        steps(net, x_of(rows))
+    assert [row.compiles for row in rows_of(net)] == [1, 1, 0, 0]
+    diffgraph.capture(net)
+    for rows in (11, 5):
+        assert steps(net, x_of(rows))[0][-1] == "replay"
+    assert [row.compiles for row in rows_of(net)] == [0, 0]
+
+
+def test_each_size_is_compiled_for_itself_where_that_is_asked_for():
+    net = diffgraph.accelerate_module(Net().eval(), compile_blocks={"backend": off, "dynamic": False}, poison=True)
+    for rows in (5, 7, 9):
+        steps(net, x_of(rows))
+    assert [row.compiles for row in rows_of(net)] == [1, 1, 1]
+
+
+def test_blocks_of_several_sizes_in_one_forward_are_compiled_for_each():
+    class Two(Net):
+        def forward(self, x):
+            return super().forward(torch.cat([super().forward(x), x], 1))
+
+    net = accelerated(Two())
+    steps(net, x_of())
+    assert rows_of(net)[0].compiles == 2
+    (entry,) = net._compiled_call_impl.table.entries.values()
+    ops = [op for step in entry.recording.sequence.steps for op in getattr(step, "ops", [])]
+    compiled = [op for op in ops if not isinstance(op.func, torch._ops.OpOverload)]
+    assert len(compiled) == 12
+    assert not any(isinstance(arg, int) for op in compiled for arg in op.args), "no size is left open"
+
+
+def test_restored_nothing_is_left():
+    net = Net().eval()
+    before = _attributes(net)
+    accelerated(net)
+    steps(net, x_of())
+    diffgraph.restore_pipeline(net)
+    assert _attributes(net) == before
+    assert torch.nn.Module._compiled_call_impl is None
+    from torch.nn.functional import scaled_dot_product_attention
+
+    assert scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+def test_it_keeps_no_module_alive():
+    net = accelerated(Net())
+    steps(net, x_of())
+    gone = weakref.ref(net.blocks[0])
+    del net
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_compiler_that_always_fails_is_not_asked_for_ever():
+    asked = []
+
+    def fails(graph, _):
+        asked.append(1)
+        raise RuntimeError("no C++ here")
+
+    net = accelerated(Net(), fails)
+    for rows in range(5, 12):
+        assert steps(net, x_of(rows))[0][-1] == "replay"
+    assert len(asked) == 4
+    assert all("no C++ here" in row.uncompiled for row in rows_of(net))
+    diffgraph.capture(net)
+    steps(net, x_of())
+    assert len(asked) == 5
+
+
+def _attributes(net):
+    return [{name: id(value) for name, value in vars(m).items()} for m in net.modules()]
+
+
+def test_another_threads_calls_stay_uncompiled_while_one_records():
+    net, seen = Net(), []
+    x = x_of()
+    wanted = net.eval().blocks[0](x)
+
+    def compiler(graph, given):  # runs in the midst of a capture
+        def other():
+            seen.append(same_bits(net.blocks[0](x), wanted))
+            seen.append(net._compiled_call_impl.pending_change() is None)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return off(graph, given)
+
+    assert steps(accelerated(net, compiler), x)[0][-1] == "replay"
+    assert len(seen) > 0 and all(seen)
+
+
+@pytest.mark.parametrize("where", ["compiling", "running", "recording"])
+def test_where_the_compiler_fails_blocks_are_recorded_as_they_are(where, caplog):
+    def fails(graph, _):
+        if where == "compiling":
+            raise RuntimeError("no C++ here")
+        calls = []
+
+        def run(*args):
+            calls.append(1)
+            if where == "running" or len(calls) > 3:
+                raise RuntimeError("no C++ here")
+            return graph(*args)
+
+        return run
+
+    net = accelerated(Net(), fails)
+    with caplog.at_level(logging.WARNING, "diffgraph"):
+        for rows in (5, 7):
+            routes, compiled = steps(net, x_of(rows))
+            assert routes == ["unseen_signature", "capture", "replay", "replay"]
+            assert not any(compiled)
+    assert "no C++ here" in rows_of(net)[0].uncompiled
+    assert rows_of(net)[0].compiles is None and "not compiled: " in str(diffgraph.report(net))
+    assert len([r for r in caplog.records if "no C++ here" in r.getMessage()]) == 1
+
+
+class Drawing(Block):
+    def forward(self, x):
+        return super().forward(x) + torch.rand(())
+
+
+class Reading(Block):
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()
+
+
+@pytest.mark.parametrize("kind", [Drawing, Reading])
+def test_blocks_that_cannot_be_compiled_whole_are_recorded_as_they_are(kind):
+    torch.manual_seed(0)
+    net = accelerated(Net(kind(), kind()))
+    with torch.no_grad():
+        for i in range(3):
+            torch.manual_seed(i)
+            found = net(x_of())
+            torch.manual_seed(i)
+            assert same_bits(found, eager(net, x_of()))
+    assert rows_of(net)[0].captured and rows_of(net)[0].uncompiled
+
+
+def test_a_model_without_repeated_blocks_is_recorded_and_the_report_says_why():
+    net = accelerated(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+    assert steps(net, x_of())[0][-1] == "replay"
+    assert "no repeated block of Sequential" in rows_of(net)[0].uncompiled
+
+
+def test_blocks_with_hooks_or_named_as_breaks_run_as_they_are():
+    net = accelerated(Net(), breaks=["blocks.1"])
+    assert steps(net, x_of())[0][-1] == "replay"
+    assert (rows_of(net)[0].breaks, rows_of(net)[0].compiles) == (1, 1)
+
+
+def test_one_whole_graph_compiles_attention_with_the_rest():
+    net = accelerated(Net(), backend="full")
+    assert steps(net, x_of())[1] == [False, True, False, True]
+    assert (rows_of(net)[0].segments, rows_of(net)[0].breaks, rows_of(net)[0].compiles) == (1, 0, 1)
+
+
+def test_what_is_compiled_already_is_refused():
+    net = Net()
+    net.compile(backend="eager")
+    with pytest.raises(diffgraph.OptionError, match="compiled already"):
+        accelerated(net)
+
+
+def test_under_inference_mode_and_autocast():
+    net = accelerated(Net())
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        for i in range(4):
+            net(x_of() + i)
+    assert (rows_of(net)[0].replays, rows_of(net)[0].compiles) == (2, 1), diffgraph.report(net)
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks"),
+    [
+        ("sd3", {"JointTransformerBlock"}),
+        ("pixart", {"BasicTransformerBlock"}),
+        ("flux", {"FluxTransformerBlock", "FluxSingleTransformerBlock"}),
+    ],
+)
+def test_repeated_blocks_are_declared_or_found(family, blocks):
+    module = pipelines.build(family).transformer
+    assert {type(block).__name__ for block in repeated_blocks(module)} == blocks
+    assert len(repeated_blocks(module)) == len({id(block) for block in repeated_blocks(module)})
+
+
+def test_a_lora_that_comes_goes_and_is_scaled():
+    net = accelerated(Net())
+
+    def layers():
+        return [m for m in net.modules() if isinstance(m, LoraLayer)]
+
+    def add():
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["qkv", "out"], init_lora_weights=False), net, "a")
+
+    def scale():
+        for layer in layers():
+            layer.set_scale("a", 0.25)
+
+    def disable():
+        for layer in layers():
+            layer.enable_adapters(False)
+
+    for change in (lambda: None, add, scale, disable):
+        change()
+        routes, compiled = steps(net, x_of())
+        assert routes[-3:] == ["capture", "replay", "replay"] and compiled[-1]
+        assert rows_of(net)[0].compiles == 1
+
+
+def test_quantised_weights():
+    call = _call("pixart")
+    quantize(call.module, "int8")
+    module = accelerated(call.module)
+    assert _settles(call)
+    assert diffgraph.report(module).captures == 1 and rows_of(module)[0].compiles == 1
+
+
+def test_padded_prompts_share_what_is_compiled():
+    call = _call("qwen_image")
+    module = accelerated(call.module)
+    assert _settles(call)
+    short = dict(call.kwargs, encoder_hidden_states=call.kwargs["encoder_hidden_states"][:, 3:].contiguous())
+    short["encoder_hidden_states_mask"] = None
+    call.kwargs["encoder_hidden_states_mask"] = None
+    for kwargs in (call.kwargs, short):
+        assert _settles(DenoiserCall(module, call.args, kwargs))
+    diffgraph.restore_pipeline(module)
+
+
+def _call(family):
+    pipe = pipelines.build(family)
+    pipe.set_progress_bar_config(disable=True)
+    call = DenoiserCall.of(pipe, family, "32x32")
+    call.module.eval()
+    return call
+
+
+@torch.no_grad()
+def _settles(call):
+    """Whether calls come to replay, each of them close to eager."""
+    for seed in range(4):
+        new = call.with_new_inputs(seed)
+        found, route = route_of(call.module, new)
+        with diffgraph.paused(call.module):
+            assert close(found, new())
+    return route == "replay"
+
+
+def test_inductor():
+    net = diffgraph.accelerate_module(Net().eval(), compile_blocks={"options": {"cpp.simdlen": 1}}, poison=True)
+    assert steps(net, x_of())[0][-1] == "replay"
+    assert rows_of(net)[0].compiles == 1, rows_of(net)[0].uncompiled
