@@ -24,9 +24,9 @@ class Results:
     do not belong under one name: such a file is refused, before anything is measured.
     """
 
-    def __init__(self, path: str | None, device: str) -> None:
+    def __init__(self, path: str | None, device: str, machine: str | None = None) -> None:
         self.path = Path(path) if path else None
-        self.head = {"machine": _machine(device), "versions": _versions(device)}
+        self.head = {"machine": machine or _machine(device), "versions": _versions(device)}
         self.rows: list[Row] = []
         if self.path is not None and self.path.exists():
             data = json.loads(self.path.read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
 PEERS = RESULTS.with_name("h200-peers.json")
 CHART = "docs/pictures/peers.svg"
 SOAK = RESULTS.with_name("soak-cpu.json")
+PARALLEL = RESULTS.with_name("h200-parallel.json")  # of `benchmarks.parallel`, once it has been measured
 ANOTHER_RUN = RESULTS.with_name("h200-another-run.json")  # the same kind of machine, with a host of another speed
 NAMES = {
     "qwen_image": "Qwen-Image 20.4B",
@@ -30,8 +31,15 @@ NAMES = {
 
 def filled(text: str) -> str:
     """The README's text with what stands between each pair of markers made anew."""
-    blocks = {"benchmarks": measured, "peers": peers, "prompts": prompts, "reliability": reliability, "reasons": reasons}
-    blocks["finetuning"] = finetuning
+    blocks = {
+        "benchmarks": measured,
+        "peers": peers,
+        "prompts": prompts,
+        "reliability": reliability,
+        "reasons": reasons,
+        "parallel": parallel,
+        "finetuning": finetuning,
+    }
     for name, made in ((name, make()) for name, make in blocks.items()):
         block = f"<!-- {name} -->\n{made}\n<!-- end of {name} -->"
         text = re.sub(rf"<!-- {name} -->(.*?<!-- end of {name} -->)?", lambda _, b=block: b, text, count=1, flags=re.DOTALL)
@@ -135,6 +143,32 @@ def measured() -> str:
     return "\n".join([*lines, "", *spent(list(rows.values()))])
 
 
+def parallel() -> str:
+    """What several GPUs gain over one, eager and recorded."""
+    if not PARALLEL.exists():
+        return ""
+    data, rows = read(PARALLEL)
+    versions = data["versions"]
+    alone = {(r["what"], r["family"], r["shape"]): r for r in rows.values() if r.get("gpus") == 1 and r["mode"].endswith("eager")}
+    lines = [
+        f"{data['machine']}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, published sizes with random "
+        "weights. Last column: times as fast as one GPU's eager call.",
+        "",
+        "| model | shape | what | | ms | |",
+        "|---|---|---|---|--:|--:|",
+    ]
+    for (what, family, shape, mode), row in rows.items():
+        eager = alone.get((what, family, shape))
+        if what == "parallel soak" or eager is None:
+            continue
+        whole = f"pipeline, {row['steps']} steps" if what == "parallel pipeline" else "one denoiser call"
+        gain = f"**{eager['ms'] / row['ms']:.2f}x**"
+        lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {whole} | {mode} | {row['ms']:.1f} | {gain} |")
+    soaked = [r for r in rows.values() if r["what"] == "parallel soak"]
+    soaks = [f"- {r['mode']}, {r['shape'].replace('x', '×')}: {r['note']}." for r in soaked]
+    return "\n".join([*lines, "", *soaks]).rstrip()
+
+
 def peers() -> str:
     """Each way of running a denoiser: its time, and its seconds to build; nothing where none was measured."""
     if not PEERS.exists():
@@ -202,7 +236,7 @@ def _span(values: Iterable[float], digits: int = 1) -> str:
     return f"{found[0]:.{digits}f}–{found[-1]:.{digits}f}"
 
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "fine-tuning.md")
+PAGES = tuple(ROOT / name for name in ("README.md", "docs/results.md", "docs/parallel.md", "docs/fine-tuning.md"))
 
 if __name__ == "__main__":
     for page in PAGES:

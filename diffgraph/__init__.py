@@ -9,6 +9,7 @@ from diffgraph.errors import (
     NotAcceleratedError,
     OptionError,
     OptionTypeError,
+    RankError,
     ReplayError,
     ShapeError,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "NotAcceleratedError",
     "OptionError",
     "OptionTypeError",
+    "RankError",
     "Reason",
     "ReplayError",
     "Report",

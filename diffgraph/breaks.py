@@ -25,16 +25,25 @@ from diffgraph.sequence import Break, GraphSequence
 from diffgraph.tensors import map_tensors, tensors_in
 from diffgraph.untraced import untraced
 
+#: diffusers' names of the attention that is PyTorch's own.
+_NATIVE = frozenset({"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"})
+
 
 @contextmanager
 def placed(
-    module: torch.nn.Module, breaks: str | Sequence[str], more: Sequence[str] = (), *, in_graph: bool = False
+    module: torch.nn.Module,
+    breaks: str | Sequence[str],
+    more: Sequence[str] = (),
+    *,
+    in_graph: bool = False,
+    is_parallel: bool = False,
 ) -> Iterator[None]:
     """Inside, every chosen call, and that of the submodules named by `more`, is a break of the capture that the calling thread
-    has open. `in_graph`: to Dynamo, attention is a node of its graph (see `pieces`)."""
+    has open. `in_graph`: to Dynamo, attention is a node of its graph (see `pieces`). `is_parallel`: other ranks take part in the
+    forward, and each break costs the host more than it saves."""
     with RECORDING, ExitStack() as stack:
         if breaks in ("auto", "attention"):
-            stack.enter_context(_attention(in_graph))
+            stack.enter_context(_attention(in_graph, is_parallel and breaks == "auto"))
         else:
             for name in breaks:
                 stack.enter_context(_attention(in_graph) if name == "attention" else _named(module, name))
@@ -60,11 +69,16 @@ def unused(breaks: str | Sequence[str], sequence: GraphSequence) -> list[str]:
 
 
 def _break(
-    name: str, live: Callable[[], Callable[..., Any]], original: Callable[..., Any], rows: int | None
+    name: str,
+    live: Callable[[], Callable[..., Any]],
+    original: Callable[..., Any],
+    rows: int | None,
+    unless_unmasked: bool = False,
 ) -> Callable[..., Any]:
     """A stand-in for `original`: a break while this thread records, plain otherwise. `live` finds the function at replay.
 
-    `rows`: the dimension along which padded rows of a prompt are to be left out, if any are.
+    `rows`: the dimension along which padded rows of a prompt are to be left out, if any are. `unless_unmasked`: no break where
+    no mask is given.
     """
 
     def at_replay(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +87,8 @@ def _break(
     @functools.wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         recorder, padding = open_recorder(), padding_now()
-        if recorder is not None and not recorder.in_break:
+        is_recorded = unless_unmasked and not _is_masked(args, kwargs)
+        if recorder is not None and not recorder.in_break and not is_recorded:
             fn = at_replay if padding is None or rows is None else without_padding(at_replay, padding, rows)
             return recorder.run_break(name, fn, args, kwargs)
         if recorder is None and padding is not None and rows is not None:
@@ -82,6 +97,10 @@ def _break(
         return original(*args, **kwargs)
 
     return untraced(stand_in)
+
+
+def _is_masked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None
 
 
 @functools.lru_cache(maxsize=64)  # the very same for each capture, which compiled code is valid for
@@ -107,20 +126,23 @@ def _node(
 
 
 @contextmanager
-def _attention(in_graph: bool = False) -> Iterator[None]:
+def _attention(in_graph: bool = False, unless_unmasked: bool = False) -> Iterator[None]:
     """The two doors through which every diffusers model reaches attention.
 
     diffusers' registry is patched and not `dispatch_attention_fn`, which 49 of its modules imported by name. One door calls the
-    other; the second is then inside a break, so it runs plainly.
+    other; the second is then inside a break, so it runs plainly. `unless_unmasked`: PyTorch's own attention without a mask is no
+    break, since it is safe to record.
     """
     make = _node if in_graph else _break
     with ExitStack() as stack:
         functional = torch.nn.functional.__dict__
-        stack.enter_context(_replaced(functional, _SDPA, "attention", _live_sdpa, rows=-2, make=make))
+        own = partial(_break, unless_unmasked=True) if unless_unmasked else make
+        stack.enter_context(_replaced(functional, _SDPA, "attention", _live_sdpa, rows=-2, make=own))
         registry = _registry()
         for backend in list(registry):
-            name = f"attention ({getattr(backend, 'value', backend)})"
-            stack.enter_context(_replaced(registry, backend, name, _live_backend(backend), rows=1, make=make))
+            kind = str(getattr(backend, "value", backend))
+            how = own if kind in _NATIVE else make
+            stack.enter_context(_replaced(registry, backend, f"attention ({kind})", _live_backend(backend), rows=1, make=how))
         yield
 
 

@@ -12,6 +12,7 @@ import torch
 
 from diffgraph import breaks as break_points
 from diffgraph.blocks import BlockCompiler, Compilation
+from diffgraph.collectives import arrived
 from diffgraph.compare import same_bits
 from diffgraph.containers import follow
 from diffgraph.devices import Pool
@@ -19,6 +20,7 @@ from diffgraph.errors import CaptureError, OpNotRecordable
 from diffgraph.families.base import PromptRule
 from diffgraph.padding import Padding
 from diffgraph.ranges import opened
+from diffgraph.ranks import Ranks
 from diffgraph.recorder import precision, record
 from diffgraph.sequence import Break, GraphSequence
 from diffgraph.signature import Call, is_constant
@@ -73,17 +75,37 @@ class Recording:
         with self._around.placed(module, self.padding), precision():
             return forward(*args, **kwargs)
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Call, ranks: Ranks | None = None) -> Any:
+        """`ranks`: those that run it at the same time for the first time, and speak to one another on the way."""
         with self.pool.turn():
             self.inputs.copy_from(call.leaves)
             if self.padding is not None and call.prompt is not None:
                 self.padding.lengths = call.prompt.lengths
-            self.sequence.replay()
-            return self.outputs(call.leaves)
+            self.sequence.failed_halfway = None
+            room = self._made_room() if self.sequence.collectives else {}
+            if ranks is None:
+                self.sequence.replay()
+            else:
+                with torch.inference_mode(False), torch.no_grad(), ranks.watching():  # as while it was recorded: see `record`
+                    self.sequence.replay(None if self.pool.runs_while_recording else ranks.before)
+            return self.outputs(call.leaves, room)
 
-    def outputs(self, given: list[Any]) -> Any:
+    def _made_room(self) -> dict[int, torch.Tensor]:
+        try:
+            return self._room()
+        except torch.OutOfMemoryError:  # the other ranks replay, so this one had better, too
+            torch.cuda.empty_cache()
+            return self._room()
+
+    def _room(self) -> dict[int, torch.Tensor]:
+        """Memory for what the next replay returns: where there is none, other ranks do not yet wait for our part in it."""
+        mine = (leaf for leaf, at in zip(self._leaves, self._given, strict=True) if at is None)
+        return {id(leaf): torch.empty_like(leaf) for leaf in mine if isinstance(leaf, torch.Tensor)}
+
+    def outputs(self, given: list[Any], room: dict[int, torch.Tensor] | None = None) -> Any:
         """Clones, in the forward's own containers: the next replay must not overwrite what this one returned."""
-        made: dict[int, torch.Tensor] = {}
+        room = room or {}
+        made = {id(leaf): room[id(leaf)].copy_(leaf) for leaf in self._leaves if id(leaf) in room}
         leaves = [
             given[at] if at is not None else _cloned(leaf, made) for leaf, at in zip(self._leaves, self._given, strict=True)
         ]
@@ -104,9 +126,7 @@ class Recording:
         left, self.left = self.left, None
         return spec == self.left_spec and same_bits(leaves, left)
 
-    def _set_outputs(
-        self, output: Any, changed: tuple[list[Any], Spec] | None, is_born: Callable[[torch.Tensor], bool]
-    ) -> None:
+    def _set_outputs(self, output: Any, changed: tuple[list[Any], Spec] | None, is_born: Callable[[torch.Tensor], bool]) -> None:
         """`changed`: what the forward left in the containers that it was given."""
         left, self.left_spec = (None, None) if changed is None else changed
         leaves, self._spec = flatten((output, left), objects=True)
@@ -140,11 +160,11 @@ class EagerRecording(Recording):
         super().__init__(inputs, sequence)
         self._forward = forward
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Call, ranks: Ranks | None = None) -> Any:
         with self.pool.turn():
             self.inputs.copy_from(call.leaves)
             args, kwargs = self.inputs.call()
-            output = self._forward(*args, **kwargs)
+            output = map_leaves(settled, self._forward(*args, **kwargs), objects=True)
             self._set_outputs(output, self.inputs.changed(args, kwargs), lambda _: False)
             return self.outputs(call.leaves)
 
@@ -159,12 +179,15 @@ def capture(
     breaks: str | Sequence[str],
     more_breaks: Sequence[str] = (),
     break_ops: Collection[Any] = (),
+    ranks: Ranks | None = None,
+    collectives: str = "record",
     compiler: BlockCompiler | None = None,
 ) -> tuple[Recording, Any]:
     """Record `forward` for this call. Returns the recording and the call's own result: a capture is a true forward.
 
     `more_breaks` are names of submodules, beside what `breaks` chooses, and `break_ops` ops to run eagerly. Where compiling the
-    module's blocks fails, or recording what was compiled, they are recorded as they are.
+    module's blocks fails, or recording what was compiled, they are recorded as they are. `ranks` are those that record the same
+    at the same time; what they say to one another is recorded or a break, as `collectives` tells.
     Whatever the forward raises is passed on, with nothing of the attempt left.
     """
     with pool.turn(), opened("capture"):
@@ -174,8 +197,8 @@ def capture(
             return made, made.run(call)
         whole = backend == "full"
         rule = None if call.prompt is None else call.prompt.rule
-        around = Surroundings(rule, () if whole else breaks, () if whole else more_breaks, compiler)
-        rules = {"whole": whole, "break_ops": break_ops}
+        around = Surroundings(rule, () if whole else breaks, () if whole else more_breaks, compiler, ranks is not None)
+        rules = {"whole": whole, "break_ops": break_ops, "ranks": ranks, "break_at_collectives": collectives == "break"}
         if compiler is not None:
             try:
                 return _recorded(module, forward, call, inputs, GraphSequence(pool), around, rules)
@@ -196,12 +219,15 @@ class Surroundings(NamedTuple):
     breaks: str | Sequence[str]
     more_breaks: Sequence[str]
     compiler: BlockCompiler | None
+    is_parallel: bool = False  # other ranks take part in the forward
 
     @contextmanager
     def placed(self, module: torch.nn.Module, padding: Padding | None) -> Iterator[None]:
         rule, compiler = self.rule, self.compiler
         with (
-            break_points.placed(module, self.breaks, self.more_breaks, in_graph=compiler is not None),
+            break_points.placed(
+                module, self.breaks, self.more_breaks, in_graph=compiler is not None, is_parallel=self.is_parallel
+            ),
             # A forward of this thread takes the padded rows of its prompts for what they are.
             nullcontext() if rule is None or padding is None else rule.placed(module, padding),
             nullcontext() if compiler is None else compiler.placed(module),
@@ -240,6 +266,7 @@ def _recorded(
         output = map_leaves(settled, forward(*args, **kwargs), objects=True)
         changed = inputs.changed(args, kwargs)
         check_outputs((output, changed and changed[0]))
+        _check_host_reads(sequence)
     recording.wrote_inputs = bool(recorder.written)
     recording._set_outputs(output, changed, recorder.is_born)
     recording.draws = recording.pool.drew(rng)
@@ -251,9 +278,20 @@ def _recorded(
 
 
 def settled(leaf: Any) -> Any:
-    """Without a conjugation or negation that is yet to be done: an alias of the memory would not know of it."""
+    """Without what is yet to be done at its first use, a conjugation, a negation, or to wait for a collective: an alias of the
+    memory would not know of it."""
+    leaf = arrived(leaf)
     lazy = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and (leaf.is_conj() or leaf.is_neg())
     return leaf.resolve_conj().resolve_neg() if lazy else leaf
+
+
+def _check_host_reads(sequence: GraphSequence) -> None:
+    """Where a replay gives up since the host reads another value, other ranks must not wait for the rest of it."""
+    issued = 0
+    for step in sequence.steps:
+        issued += step.collectives
+        if issued and isinstance(step, Break) and step.reads_host:
+            raise CaptureError(f"{step.name} is read by the host after a collective, where the ranks of a replay could part")
 
 
 def check_outputs(output: Any) -> None:

@@ -56,3 +56,11 @@ class HostValueChanged(ReplayError):
     """A value that the host read, and that is baked into the recording, has changed."""
 
     reader: torch.nn.Module | None = None  # whose forward read it
+
+
+class RankError(DiffgraphError, RuntimeError):
+    """The ranks of a parallel forward cannot go on together: one does not answer, or has failed between two collectives."""
+
+
+class OtherRankFailed(DiffgraphError, RuntimeError):
+    """What all ranks had begun together is given up, since another one failed."""

@@ -14,6 +14,7 @@ from diffgraph.pieces import Backend
 BACKENDS = ("breakable", "full", "eager")
 _COMPILE = ("backend", "mode", "options", "dynamic")
 CAPTURES = ("auto", "startup", "on_demand")
+COLLECTIVES = ("record", "break")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)\s*", re.IGNORECASE)
 
@@ -30,6 +31,7 @@ class Options:
     verify: bool = True
     poison: bool = False
     prompt_buckets: str | tuple[int, ...] | None = "auto"
+    collectives: str = "record"
     compile_blocks: Mapping[str, Any] | None = None  # keyword arguments of `torch.compile`
 
 
@@ -45,21 +47,25 @@ def checked(
     memory_limit: Any,
     verify: Any,
     poison: Any,
+    collectives: Any,
     unknown: dict[str, Any],
 ) -> Options:
     """Options, or an `OptionError`/`OptionTypeError` that says what was given and what is accepted."""
     if unknown:
         accepted = (
             "capture_shapes and components (for a pipeline), backend, capture, breaks, max_graphs, memory_limit, verify, poison, "
-            "prompt_buckets, compile_blocks"
+            "prompt_buckets, compile_blocks, collectives"
         )
         raise OptionTypeError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {accepted}")
     _one_of("backend", backend, BACKENDS)
     _one_of("capture", capture, CAPTURES)
+    _one_of("collectives", collectives, COLLECTIVES)
     _true_or_false("verify", verify)
     _true_or_false("poison", poison)
     if backend == "full" and not isinstance(breaks, str):
         raise OptionError("backend='full' records one graph without breaks; accepted with it: breaks='auto'")
+    if backend == "full" and collectives == "break":
+        raise OptionError("backend='full' records one graph without breaks; accepted with it: collectives='record'")
     if capture == "auto":
         capture = "startup" if has_shapes else "on_demand"
     return Options(
@@ -71,6 +77,7 @@ def checked(
         verify=verify,
         poison=poison,
         prompt_buckets=_buckets(prompt_buckets),
+        collectives=collectives,
         compile_blocks=_compile(compile_blocks, backend),
     )
 
@@ -137,9 +144,7 @@ def _breaks(value: Any) -> str | tuple[str, ...]:
 
 
 def _memory(value: Any) -> int | float | None:
-    accepted = (
-        "accepted: None, bytes (an int), text as in '4GiB', or a fraction of the device's memory (0 < float <= 1)"
-    )
+    accepted = "accepted: None, bytes (an int), text as in '4GiB', or a fraction of the device's memory (0 < float <= 1)"
     if value is None:
         return None
     if isinstance(value, str):

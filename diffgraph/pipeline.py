@@ -49,6 +49,7 @@ def accelerate_pipeline(
     memory_limit: int | float | str | None = None,
     verify: bool = True,
     poison: bool = False,
+    collectives: str = "record",
     **unknown: Any,
 ) -> P:
     """Record the denoiser's forward of a diffusers pipeline and replay it over the steps. In place; returns `pipe`.
@@ -64,8 +65,9 @@ def accelerate_pipeline(
             for debugging, nothing is recorded.
         capture: `"startup"`: only `capture_shapes` (and `diffgraph.capture`); `"on_demand"`: each signature's first call runs
             eager, its second is recorded, the rest replay; `"auto"`: start-up if shapes are given.
-        breaks: `"attention"`, `"auto"` (at present the same), or names of submodules ("blocks.0.attn") and functions
-            ("package.module.function") to run eager.
+        breaks: `"attention"`, or names of submodules ("blocks.0.attn") and functions ("package.module.function") to run eager.
+            `"auto"`: attention; where several GPUs compute it together (`enable_parallelism`), only attention with a mask or
+            by a backend that is not PyTorch's own.
         components: `"denoiser"`, or names of the pipeline's modules, as in `("transformer", "text_encoder", "vae")`: of a VAE,
             encoder and decoder.
         prompt_buckets: `"auto"`: where a rule in `families` allows it, prompts share the recording of the next bucket of
@@ -77,6 +79,7 @@ def accelerate_pipeline(
             where blocks are compiled or a prompt is padded, within a relative difference of 0.044 in bf16, 0.016 in float16,
             1.7e-4 in float32, and then to the bit with the same forward unrecorded.
         poison: (CPU) fill dead intermediates with NaN before each replay, to find faults of lifetime.
+        collectives: where several GPUs compute the denoiser together, `"record"` what they exchange, or `"break"` at it.
         compile_blocks: have `torch.compile` fuse what lies between the breaks of the model's repeated blocks before it is
             recorded; or a dict of its `backend`, `mode`, `options`, `dynamic`. Compiled code rounds otherwise: replays are close
             to eager (see `verify`), not equal to the bit. What runs eager runs uncompiled.
@@ -106,6 +109,7 @@ def accelerate_pipeline(
         memory_limit=memory_limit,
         verify=verify,
         poison=poison,
+        collectives=collectives,
         unknown=unknown,
     )
     if any(_serves(module, pipe) for module in modules.values()):
@@ -139,9 +143,7 @@ def accelerate_module(module: M, *, training: bool = False, **options: Any) -> M
         raise OptionTypeError(f"{type(module).__name__} is no torch.nn.Module; for a pipeline, use accelerate_pipeline")
     for name in ("capture_shapes", "components"):
         if name in options:
-            raise OptionTypeError(
-                f"accelerate_module takes no {name}: there is no pipeline to run; call the module instead"
-            )
+            raise OptionTypeError(f"accelerate_module takes no {name}: there is no pipeline to run; call the module instead")
     accelerate_pipeline(module, **options)
     if training:
         for runner in accelerated(module):

@@ -11,6 +11,7 @@ from diffgraph.families import rule_of
 from diffgraph.families.base import Lengths, PromptRule
 from diffgraph.options import Options
 from diffgraph.padding import Padding
+from diffgraph.ranks import parallel_config
 from diffgraph.tensors import tensors_in
 
 #: Rows of text, chosen by measuring Qwen-Image in bf16 at 512² on one H200. A bucket costs at most 5 % over the exact length:
@@ -60,6 +61,8 @@ class PromptBuckets:
         """`None` where lengths are recorded exactly: by choice, or because no rule tells how this forward can be padded."""
         if options.prompt_buckets is None or options.backend == "eager":
             return None
+        if parallel_config(module) is not None:
+            return None  # padded rows would be one rank's alone
         rule = rule_of(module)
         breaks = options.breaks if options.backend == "breakable" else ()
         if rule is None or (rule.drops_rows and not (breaks in ("auto", "attention") or "attention" in breaks)):

@@ -53,6 +53,7 @@ class Reason(str, Enum):
     NOT_FASTER = "not_faster", "the replay was measured to be no faster than eager"
     VERIFY_FAILED = "verify_failed", "the first replay differed from eager"
     NESTED_CAPTURE = "nested_capture", "somebody else's capture is open"
-    MULTI_DEVICE = "multi_device", "the denoiser's weights lie on several devices"
+    MULTI_DEVICE = "multi_device", "the denoiser is spread over several devices in a way that is not recorded"
+    OTHER_RANK = "other_rank", "another rank could not take this route, and all take one"
     ALLOCATOR = "allocator", "CUDA memory comes from another allocator than PyTorch's own, whose graphs can have a pool"
     PAUSED = "paused", "the call was made under `diffgraph.paused`"

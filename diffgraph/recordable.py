@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from diffgraph.collectives import is_awaited_in_python
 from diffgraph.tensors import tensors_in
 
 _aten = torch.ops.aten
@@ -18,8 +19,10 @@ _MASKS = (torch.bool, torch.uint8)
 # `leaves` are those of an op's arguments, positional and by keyword.
 
 
-def why_never_recordable(leaves: list[Any]) -> str | None:
+def why_never_recordable(func: Any, leaves: list[Any]) -> str | None:
     """The reason why an op can be part of no recording, not even as a break; `None` when there is none."""
+    if is_awaited_in_python(func):
+        return "it is a collective that its caller waits for, which a replay would not"
     if any(isinstance(leaf, torch.Generator) for leaf in leaves):
         return "it draws from a generator of its own, which is not registered with the graph"
     return None

@@ -14,7 +14,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -23,12 +23,14 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.ambient import Ambient
+from diffgraph.collectives import completed, is_collective, is_waiting, is_wrapping, waited
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
 from diffgraph.finetuning.generators import settings_seen
 from diffgraph.finetuning.writes import WriteLog
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.places import calling_line
+from diffgraph.ranks import Ranks
 from diffgraph.recordable import draws, on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
@@ -62,6 +64,8 @@ def record(
     break_ops: Collection[Any] = (),
     log: WriteLog | None = None,
     after: Recorder | None = None,
+    ranks: Ranks | None = None,
+    break_at_collectives: bool = False,
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
@@ -69,12 +73,13 @@ def record(
     become breaks, and an op that fails to be recorded raises `OpNotRecordable`. `log`: gradients are recorded as well, what is
     written for good is noted there, and nothing may be brought to the host, since a replay that then stops could not be undone.
     `after`: the recording that always replays before this one, in the same pool: what it bore is borne for this one too.
+    `ranks` record the same forward at the same time.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
-    recorder = Recorder(sequence, weights, inputs, whole, break_ops, log)
+    recorder = Recorder(sequence, weights, inputs, whole, break_ops, log, ranks, break_at_collectives)
     if after is not None:
         recorder.continue_after(after)
     state = precision() if log is None else _with_gradients(sequence.pool.device)
@@ -164,12 +169,17 @@ class Recorder(TorchDispatchMode):
         inputs: Iterable[torch.Tensor],
         whole: bool,
         break_ops: Collection[Any],
-        log: WriteLog | None,
+        log: WriteLog | None = None,
+        ranks: Ranks | None = None,
+        break_at_collectives: bool = False,
     ) -> None:
         super().__init__()
         self._break_ops = break_ops
         self._log = log
         self.generator_was_set = False  # by the step that is recorded
+        self._ranks, self._break_at_collectives = ranks, break_at_collectives
+        self._collectives = 0  # since the last step was closed
+        self._under_way: dict[int, torch.Tensor] = {}  # by storage: what collectives make, and nobody has waited for
         self.sequence = sequence
         self.pool = sequence.pool
         self.whole = whole
@@ -202,6 +212,8 @@ class Recorder(TorchDispatchMode):
 
     def abort(self) -> None:
         self._pending.clear()
+        with suppress(Exception):  # the failure that brought us here may have put an end to them
+            self._join()
         segment, self._segment = self._segment, None
         if segment is not None:
             segment.abort()
@@ -209,9 +221,13 @@ class Recorder(TorchDispatchMode):
 
     def _close(self) -> None:
         """End the open segment, hand it the results it waits for, and let it run."""
+        self._join()
         segment, self._segment = self._segment, None
+        segment.collectives, self._collectives = self._collectives, 0
         try:
             segment.end()
+            if self._ranks is not None and segment.collectives and not self.pool.runs_while_recording:
+                self._ranks.before(f"segment {self.sequence.segments}")
         except BaseException:
             segment.reset()
             raise
@@ -221,6 +237,12 @@ class Recorder(TorchDispatchMode):
                 binding.accept(result, "")
             self._pending.clear()
             segment.replay()
+
+    def _join(self) -> None:
+        """Wait for what is under way: no graph may end before that."""
+        under_way, self._under_way = self._under_way, {}
+        for tensor in under_way.values():
+            waited(tensor)
 
     # -- ops
 
@@ -233,10 +255,16 @@ class Recorder(TorchDispatchMode):
             with self:  # the ops that it is made of are recorded
                 return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         self._note_writes(func, args, kwargs)
-        if self._segment is None or self.in_break or getattr(func, "namespace", "") == "profiler":
+        collective = is_collective(func)
+        if collective:
+            self._collectives += 1
+            if self._ranks is not None:
+                self._ranks.before(func.name())
+        is_seen = is_wrapping(func) or getattr(func, "namespace", "") == "profiler"
+        if self._segment is None or self.in_break or is_seen:
             return func(*args, **kwargs)
         leaves = flatten((args, kwargs))[0]
-        why_not = why_never_recordable(leaves)
+        why_not = why_never_recordable(func, leaves)
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
         if self.generator_was_set and draws(func, args, kwargs):
@@ -246,10 +274,17 @@ class Recorder(TorchDispatchMode):
         why = why_not_recordable(func, args, leaves, self.pool.device)
         if why is None and func in self._break_ops:
             why = "recording it failed"
+        if collective and self._break_at_collectives:
+            self._collectives -= 1  # of the break, that is
+            return self.run_break(func.name(), completed(func), args, kwargs)
         if why is not None:
             return self.run_break(f"{func} ({why})", func, args, kwargs)
         result = self._run_recorded(func, args, kwargs)
         self._note_lifetimes(tensors_in(leaves), result)
+        if collective and not self.pool.runs_while_recording:
+            self._under_way.update((storage_of(tensor), tensor) for tensor in tensors_in(result))
+        elif is_waiting(func):
+            self._under_way.pop(storage_of(args[0]), None)
         return result
 
     def _run_recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -350,6 +385,7 @@ class Recorder(TorchDispatchMode):
             step.ambient = ambient if ambient != self.sequence.ambient else None
             with self._inside_break(name):
                 result = fn(*args, **kwargs)
+                step.collectives, self._collectives = self._collectives, 0
                 left, left_spec = flatten((args, kwargs))
                 if left_spec != given_spec or not all(map(operator.is_, left, given)):
                     raise CaptureError(f"{name} changed a container it was given, which a replay cannot do for the caller")
@@ -373,7 +409,8 @@ class Recorder(TorchDispatchMode):
         """Out of the way of what a break calls: it runs as if no capture were open (and may compile, which a mode prevents)."""
         self.in_break = True
         try:
-            with self._writes_noted(name), self.left():
+            # With other ranks we see the collectives of a break, too.
+            with self._writes_noted(name), self.left() if self._ranks is None else nullcontext():
                 yield
         finally:
             self.in_break = False

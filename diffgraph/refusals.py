@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from diffgraph.ranks import parallel_config
 from diffgraph.reasons import Reason
 
 _HOOK_REASONS = (
@@ -29,18 +30,21 @@ def refusal(module: torch.nn.Module, *, trains: bool = False) -> Reason | None:
     step, to which random numbers and statistics belong."""
     if any(global_hook_tables()):
         return Reason.HOOKS_CHANGED
+    parallel = parallel_config(module)
+    if parallel is not None and not _is_recordable(parallel):
+        return Reason.MULTI_DEVICE
     devices = set()
     for tensor in chain(module.parameters(), module.buffers()):
         devices.add(tensor.device)
     for submodule in module.modules():
-        reason = _hook_refusal(submodule)
+        reason = _hook_refusal(submodule, parallel is not None)
         if reason is not None:
             return reason
         if not trains and submodule.training and random_or_stateful(submodule):
             return Reason.TRAINING
         if _keeps_outliers(submodule):
             return Reason.SIDE_EFFECTS
-        if getattr(submodule, "_parallel_config", None) is not None:
+        if submodule is not module and parallel_config(submodule) is not None:
             return Reason.MULTI_DEVICE
     if any(device.type == "cuda" for device in devices) and torch.cuda.get_allocator_backend() != "native":
         return Reason.ALLOCATOR  # of cudaMallocAsync, recording was reported to abort the process
@@ -55,7 +59,14 @@ def global_hook_tables() -> list[dict[int, Any]]:
     return [module._global_forward_hooks, module._global_forward_pre_hooks]
 
 
-def _hook_refusal(module: torch.nn.Module) -> Reason | None:
+def _is_recordable(config: Any) -> bool:
+    """Context parallelism in equal parts: in unequal ones the ranks exchange sizes on the host in every attention."""
+    context = getattr(config, "context_parallel_config", None)
+    unequal = getattr(context, "ulysses_anything", False) or getattr(context, "ring_anything", False)
+    return context is not None and not unequal
+
+
+def _hook_refusal(module: torch.nn.Module, is_parallel: bool) -> Reason | None:
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
     if not all(map(_belongs_to_the_forward, hooks)):
         return Reason.HOOKS_CHANGED
@@ -64,6 +75,8 @@ def _hook_refusal(module: torch.nn.Module) -> Reason | None:
         return Reason.OFFLOAD
     registry = module.__dict__.get("_diffusers_hook")
     for name in getattr(registry, "hooks", None) or ():
+        if is_parallel and name.startswith("cp_"):
+            continue  # splits what the forward is given, and gathers what it makes: by ops
         return next((reason for part, reason in _HOOK_REASONS if part in name), Reason.HOOKS_CHANGED)
     return None
 

@@ -20,12 +20,13 @@ from diffgraph.capture import Recording, capture
 from diffgraph.current import foreign_capture, intercepted, open_recorder
 from diffgraph.devices import Pool
 from diffgraph.entry import PAYS_AFTER, Entry
-from diffgraph.errors import HostValueChanged, OpNotRecordable
+from diffgraph.errors import HostValueChanged, OpNotRecordable, OtherRankFailed, RankError
 from diffgraph.insistence import Insistence
 from diffgraph.memory import Memory
 from diffgraph.options import Options
 from diffgraph.prompts import PromptBuckets, is_short
 from diffgraph.ranges import named
+from diffgraph.ranks import Intent, Ranks, parallel_config, ranks_of
 from diffgraph.reasons import Reason
 from diffgraph.routes import Route, Routes
 from diffgraph.shapes import CaptureShape
@@ -33,6 +34,7 @@ from diffgraph.side_effects import Before
 from diffgraph.signature import Call, Refused
 from diffgraph.state import State
 from diffgraph.table import Table
+from diffgraph.tensors import weights_device
 from diffgraph.traffic import asked_shape
 from diffgraph.verification import is_close, is_same, is_slower
 
@@ -58,6 +60,7 @@ class Visit(NamedTuple):
     call: Call
     entry: Entry
     pool: Pool
+    ranks: Ranks | None = None  # that make this call together
 
 
 class Runner:
@@ -77,6 +80,8 @@ class Runner:
         self._state = State(options, self.positional)
         self._break_ops: set[Any] = set()  # which failed to be recorded
         self.training: GradientRunner | None = None  # takes the calls under gradients
+        self._parallel_config: Any = None
+        self._ranks: Ranks | None = None
         self._compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)
         self._paused = 0
         self._paid = 0  # recordings that have
@@ -103,16 +108,23 @@ class Runner:
                 self._record_every_bucket(module, args, kwargs)
             return self._recorded(module, args, kwargs)
         except Refused as refused:
+            ranks = self._ranks_of(module)
+            if ranks is not None and ranks.is_deciding and ranks.least(Intent.EAGER, "", self.name) is None:
+                self._check_apart(ranks, module, str(refused))
             self.routes.note(Route.EAGER, refused.reason, refused.detail)
         return self._eager(module, args, kwargs)
 
     def _eager(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ranks = self._ranks_of(module)
+        issued = None if ranks is None else ranks.issued()
         try:
             return self._forward(module)(*args, **kwargs)
         except torch.OutOfMemoryError:
             # Eager alone might have fitted: give back what is ours, and try once more.
             if not any(entry.recording for entry in self.table.all_entries()):
                 raise
+            if ranks is not None and ranks.issued() != issued:
+                raise  # the other ranks wait for the rest, and not for all of it once more
         self.release()
         torch.cuda.empty_cache()
         return self._forward(module)(*args, **kwargs)
@@ -127,6 +139,9 @@ class Runner:
         return self._forward(module)(*args, **kwargs)
 
     def _recorded(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ranks = self._ranks_of(module)
+        if ranks is not None:
+            ranks.begin()
         self.check_surroundings()  # first of all: inside an open capture nothing may be dropped either
         with self._state_lock:
             device, prompts = self._check_state(module)
@@ -147,8 +162,11 @@ class Runner:
                         self._drop(known)
             if entry.values.resting():
                 raise Refused(Reason.HOST_VALUE_CHANGED)
-            visit = Visit(module, args, kwargs, call, entry, pool)
+            visit = Visit(module, args, kwargs, call, entry, pool, ranks)
             changed: HostValueChanged | None = None
+            wish = None if ranks is None else self._agree(ranks, visit)
+            if wish is not None and wish >= Intent.VERIFY:
+                return self._replay_together(visit, wish)
             for known in entry.values.recorded():
                 try:
                     return self._replay(visit._replace(entry=known))
@@ -156,9 +174,74 @@ class Runner:
                     changed = error.with_traceback(None)  # whose frames would keep the inputs alive
             if changed is not None:
                 visit = visit._replace(entry=self._entry_for_other_values(module, entry, changed))
-            if changed is not None or self.route(entry) is Route.CAPTURE:
+            is_due = self.route(entry) is Route.CAPTURE if wish is None else wish is Intent.CAPTURE
+            if changed is not None or is_due:
                 return self._capture(visit)
         return self._warm_up(visit)
+
+    # -- with other ranks
+
+    def _ranks_of(self, module: torch.nn.Module) -> Ranks | None:
+        config = parallel_config(module)
+        if config is not self._parallel_config:
+            self._parallel_config, self._ranks = config, ranks_of(module)
+            if self._ranks is not None:
+                self._ranks.join(self)
+        return self._ranks
+
+    def recorded(self) -> dict[str, bool]:
+        """The signatures that are recorded, and whether their recordings are trusted."""
+        return {s.key(): e.trusted for s, e in self.table.entries.items() if e.recording is not None}
+
+    def keep(self, common: dict[str, bool]) -> None:
+        """Drop the recordings that are not among these, and trust none that these do not."""
+        for signature, entry in list(self.table.entries.items()):
+            if entry.recording is None:
+                continue
+            if signature.key() in common:
+                entry.trusted &= common[signature.key()]
+            else:
+                self._drop(entry, lost=Reason.OTHER_RANK)
+
+    def _agree(self, ranks: Ranks, visit: Visit) -> Intent:
+        """What all ranks do with this call: the least that any of them would. Raises `Refused` where that is nothing."""
+        entry, recording = visit.entry, visit.entry.recording
+        if recording is None:
+            wish = Intent.CAPTURE if self.route(entry) is Route.CAPTURE else Intent.WARM_UP
+        else:
+            is_trusted = not self.options.verify or entry.is_trusted(visit.call.prompt)
+            wish = Intent.REPLAY if is_trusted else Intent.VERIFY
+        if wish is Intent.REPLAY and ranks.goes_alone():
+            return wish
+        agreed = ranks.least(wish, visit.call.signature.key(), entry.label)
+        if agreed is None and wish is not Intent.REPLAY:
+            self._check_apart(ranks, visit.module, str(entry.lost or Reason.UNSEEN_SIGNATURE))
+            agreed = Intent.EAGER
+        if agreed is None:
+            return wish
+        if agreed is Intent.EAGER:
+            raise Refused(Reason.OTHER_RANK)
+        if agreed < Intent.VERIFY and recording is not None:
+            self._drop(entry, lost=Reason.OTHER_RANK)
+        entry.trusted &= agreed is not Intent.VERIFY
+        return agreed
+
+    def _check_apart(self, ranks: Ranks, module: torch.nn.Module, why: str) -> None:
+        """Some rank has begun this call as a replay, and this one cannot. Eager issues the same collectives, but where replays
+        are graphs NCCL wants each of them to be part of a graph on all ranks, or on none."""
+        if self.options.collectives == "record" and weights_device(module).type != "cpu":
+            raise ranks.parted(f"{self.name} cannot replay a call that another rank has begun to replay: {why}")
+
+    def _replay_together(self, visit: Visit, agreed: Intent) -> Any:
+        try:
+            return self._replay(visit)
+        except Refused as refused:
+            if agreed is Intent.REPLAY and visit.ranks is not None:  # where it is verified, all ranks have given up
+                self._check_apart(visit.ranks, visit.module, str(refused))
+            raise
+        except HostValueChanged as changed:
+            self._drop(visit.entry, lost=Reason.HOST_VALUE_CHANGED)
+            raise Refused(Reason.HOST_VALUE_CHANGED, str(changed)) from None
 
     def _record_every_bucket(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make calls like this one with prompts as long as each bucket, so that they are recorded."""
@@ -281,27 +364,36 @@ class Runner:
 
     def _warm_up(self, visit: Visit) -> Any:
         """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
-        module, args, kwargs, call, entry, pool = visit
+        module, args, kwargs, call, entry, pool, ranks = visit
         versions = self._state.versions()
+        before, forbidden = None, None
         try:
             before = Before(args, kwargs)
         except torch.OutOfMemoryError:  # eager alone may fit
-            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
-            raise Refused(Reason.OUT_OF_MEMORY) from None
-        self.routes.note(Route.EAGER, Reason.WARM_UP if self.insistence.is_on else entry.lost or Reason.UNSEEN_SIGNATURE)
+            forbidden = Reason.OUT_OF_MEMORY
+        known = Reason.WARM_UP if self.insistence.is_on else entry.lost or Reason.UNSEEN_SIGNATURE
+        self.routes.note(Route.EAGER, forbidden or known)
         rng = pool.rng_state()
         output = self._eager(module, args, kwargs)
-        forbidden = before.forbids(args, kwargs, is_padded=call.prompt is not None and call.prompt.is_padded)
+        if before is not None:
+            forbidden = before.forbids(args, kwargs, is_padded=call.prompt is not None and call.prompt.is_padded)
+        if forbidden is None and not pool.replayable_rng(rng):
+            forbidden = Reason.SIDE_EFFECTS
+        if ranks is not None:
+            forbidden = ranks.verdict(forbidden)
         with pool.lock:
-            if forbidden is not None or not pool.replayable_rng(rng):
-                self._drop(entry, refused=forbidden or Reason.SIDE_EFFECTS)
+            if forbidden is not None:
+                self._drop(entry, refused=forbidden)
             elif self._changed_state(module, entry):
                 pass
             elif self._state.versions() != versions:
                 self._note_escape(entry)  # others read the tensor afresh
             else:
                 entry.seen += 1
-        if self.insistence.is_on and entry.recording is None and entry.refused is None:
+        if self.insistence.is_on and entry.recording is None:
+            refused = entry.refused if ranks is None else ranks.verdict(entry.refused)
+            if refused is not None or before is None:
+                return output
             return self._recorded(module, *before.arguments())
         return output
 
@@ -329,22 +421,32 @@ class Runner:
             self._drop(entry, refused=Reason.SIDE_EFFECTS)
 
     def _capture(self, visit: Visit) -> Any:
-        module, _, _, call, entry, pool = visit
+        module, _, _, call, entry, pool, ranks = visit
         before = pool.bytes()
         try:
-            recording, output = capture(
-                module,
-                self._run_forward,
-                call,
-                pool,
-                backend=self.options.backend,
-                breaks=self.options.breaks,
-                more_breaks=entry.values.breaks,
-                break_ops=self._break_ops,
-                compiler=self._compiler,
-            )
+            with nullcontext() if ranks is None else ranks.step(f"the capture of {entry.label}"):
+                recording, output = capture(
+                    module,
+                    self._run_forward,
+                    call,
+                    pool,
+                    backend=self.options.backend,
+                    breaks=self.options.breaks,
+                    more_breaks=entry.values.breaks,
+                    break_ops=self._break_ops,
+                    compiler=self._compiler if ranks is None else None,  # each rank would compile in its own time
+                    ranks=ranks,
+                    collectives=self.options.collectives,
+                )
+                if ranks is not None:
+                    ranks.wait_for(pool)
+        except RankError:
+            raise
+        except OtherRankFailed as error:
+            self._drop(entry, lost=Reason.OTHER_RANK)
+            raise Refused(Reason.OTHER_RANK, str(error)) from None
         except OpNotRecordable as error:
-            if error.op in self._break_ops:
+            if error.op in self._break_ops or (ranks is not None and len(set(ranks.failures)) > 1):
                 raise self._failed(entry, error) from error
             self._break_ops.add(error.op)
             logger.info("%s: %s is a break from now on", entry.label, error.op)
@@ -402,46 +504,62 @@ class Runner:
         assert recording is not None
         if self.options.verify and not entry.is_trusted(visit.call.prompt):
             return self._verify(visit, recording)
-        output = self._run(entry, recording, visit.call)
+        output = self._run(visit, recording)
         recording.follow(visit.args, visit.kwargs)
         self._note_replay(entry, recording)
         return output
 
-    def _run(self, entry: Entry, recording: Recording, call: Call) -> Any:
-        pool = recording.pool
+    def _run_watched(self, visit: Visit, recording: Recording) -> Any:
+        """A replay that other ranks may have to give up together with this one."""
+        if visit.ranks is None:
+            return self._run(visit, recording)
+        try:
+            with visit.ranks.step(f"the first replay of {visit.entry.label}"):
+                visit.ranks.before("the replay")
+                output = self._run(visit, recording, visit.ranks)
+                visit.ranks.wait_for(recording.pool)
+                return output
+        except OtherRankFailed as error:
+            self._drop(visit.entry, lost=Reason.OTHER_RANK)
+            raise Refused(Reason.OTHER_RANK, str(error)) from None
+
+    def _run(self, visit: Visit, recording: Recording, watchers: Ranks | None = None) -> Any:
+        entry, call, pool = visit.entry, visit.call, recording.pool
         rng = pool.rng_state() if recording.draws else None
+        run = recording.run if watchers is None else partial(recording.run, ranks=watchers)
         try:
             # What an unfinished replay drew, eager draws again.
-            with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext():
-                return named(entry.label, recording.run, call)
-        except HostValueChanged:
-            raise  # another recording of this signature may fit
+            with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext(), _not_halfway(visit, watchers):
+                return named(entry.label, run, call)
+        except (HostValueChanged, OtherRankFailed, RankError):
+            raise  # another recording of this signature may fit; or all ranks give it up; or none can go on
         except torch.OutOfMemoryError:
             self._drop(entry, lost=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
             self._drop(entry, refused=Reason.CAPTURE_FAILED)
-            warnings.warn(
-                f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5
-            )
+            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5)
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
 
     def _verify(self, visit: Visit, recording: Recording) -> Any:
         """The first replay beside eager on the same inputs; equal to the bit, or this signature stays eager."""
-        module, args, kwargs, call, entry, pool = visit
+        module, args, kwargs, call, entry, pool, ranks = visit
         rng = pool.rng_state() if recording.draws else None
-        replayed, replay_ms = pool.timed(lambda: self._run(entry, recording, call))
+        replayed, replay_ms = self._timed(visit, lambda: self._run_watched(visit, recording))
         if rng is not None:
             pool.set_rng_state(rng)
-        output, eager_ms = pool.timed(lambda: self._eager(module, args, kwargs))
+        output, eager_ms = self._timed(visit, lambda: self._eager(module, args, kwargs))
         try:
             same = is_same(replayed, output, recording, module, self._run_forward, call) and recording.did(args, kwargs)
-            reason = self._distrust(visit, recording, same, replay_ms, eager_ms)
+            reason = self._distrust(visit, recording, same)
         except torch.OutOfMemoryError:  # of the comparison, which needs memory of its own
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
             reason = Reason.OUT_OF_MEMORY
-        except Refused as refused:  # a replay that was made to be timed failed
-            reason = refused.reason
+        if ranks is not None and ranks.verdict(reason) is not None and reason is None:
+            reason = Reason.OTHER_RANK
+            self._drop(entry, lost=reason)
+        if reason is None:
+            reason = self._slowness(visit, recording, replay_ms, eager_ms)
         if reason is None:
             entry.trusted, entry.doubted = True, False
             entry.trusted_padded |= is_short(call.prompt)
@@ -450,9 +568,14 @@ class Runner:
             self.routes.note(Route.EAGER, reason)
         return output
 
-    def _distrust(
-        self, visit: Visit, recording: Recording, same: bool, replay_ms: float | None, eager_ms: float | None
-    ) -> Reason | None:
+    def _timed(self, visit: Visit, fn: Callable[[], Any]) -> tuple[Any, float | None]:
+        """What `fn` returns, and how long the device took; with other ranks, as long as the slowest of them."""
+        if visit.ranks is not None:
+            visit.ranks.largest(0.0)  # start together
+        result, ms = visit.pool.timed(fn)
+        return result, ms if visit.ranks is None else visit.ranks.largest(ms)
+
+    def _distrust(self, visit: Visit, recording: Recording, same: bool) -> Reason | None:
         """Why a replay is not to be trusted after all, its recording given up; `None` when it is."""
         entry = visit.entry
         if entry.recording is not recording:  # eager ran out of memory and took ours
@@ -467,12 +590,22 @@ class Runner:
             text = f"diffgraph: {entry.label} runs eager: its replay differed from eager"
             warnings.warn(text, CaptureWarning, stacklevel=6)
             return Reason.VERIFY_FAILED
-        is_for_speed = self.options.backend != "eager"  # which is for debugging
-        if is_for_speed and is_slower(recording, lambda: self._run(entry, recording, visit.call), replay_ms, eager_ms):
-            self._drop(entry, refused=Reason.NOT_FASTER)
-            logger.info("%s runs eager: a replay takes %s ms, eager %s ms", entry.label, replay_ms, eager_ms)
-            return Reason.NOT_FASTER
         return None
+
+    def _slowness(self, visit: Visit, recording: Recording, replay_ms: float | None, eager_ms: float | None) -> Reason | None:
+        """Why a replay that is right is still given up: eager is faster, or a replay that was made to be timed failed."""
+        if self.options.backend == "eager":  # which is for debugging
+            return None
+        again = partial(self._timed, visit, lambda: self._run_watched(visit, recording))
+        try:
+            slower = is_slower(recording, again, replay_ms, eager_ms)
+        except Refused as refused:
+            return refused.reason
+        if not slower:
+            return None
+        self._drop(visit.entry, refused=Reason.NOT_FASTER)
+        logger.info("%s runs eager: a replay takes %s ms, eager %s ms", visit.entry.label, replay_ms, eager_ms)
+        return Reason.NOT_FASTER
 
     def _note_replay(self, entry: Entry, recording: Recording) -> None:
         self._state.lasts()
@@ -564,6 +697,21 @@ def unforeseen(prompts: PromptBuckets | None, args: tuple[Any, ...], kwargs: dic
     """Why nothing is recorded for a call of a new signature where only start-up records."""
     too_long = prompts is not None and prompts.too_long(args, kwargs)
     return Reason.PROMPT_TOO_LONG if too_long else Reason.UNSEEN_SIGNATURE
+
+
+@contextmanager
+def _not_halfway(visit: Visit, watchers: Ranks | None) -> Iterator[None]:
+    """Raise `RankError` where a replay fails after a collective, and the other ranks, unknowing, wait for the rest of it."""
+    try:
+        yield
+    except Exception as error:
+        recording = visit.entry.recording
+        failed = None if recording is None or watchers is not None else recording.sequence.failed_halfway
+        if visit.ranks is None or failed is None:
+            raise
+        raise visit.ranks.parted(
+            f"a replay of {visit.entry.label} raised {error!r} in {failed}, after a collective; the other ranks wait for the rest"
+        ) from error
 
 
 @contextmanager

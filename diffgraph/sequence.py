@@ -49,6 +49,7 @@ class GraphSequence:
         self.pool = pool
         self.steps: list[Segment | Break] = []
         self.ambient = Ambient.now(self.pool.device.type)  # in which it was recorded
+        self.failed_halfway: str | None = None  # the step in which the last replay failed, where other ranks wait for the rest
         self.code: list[Any] = []  # compiled, with the constants and kernels that segments use
         self.held: dict[int, torch.Tensor] = {}  # by storage: read by a segment, and neither born in one nor a weight
 
@@ -60,29 +61,46 @@ class GraphSequence:
     def breaks(self) -> int:
         return sum(isinstance(step, Break) for step in self.steps)
 
-    def replay(self) -> None:
+    @property
+    def collectives(self) -> int:
+        return sum(step.collectives for step in self.steps)
+
+    def replay(self, before: Callable[[str], None] | None = None) -> None:
         """Run everything again, on the current stream, reading and writing the tensors that were there when it was recorded.
 
         Raises `HostValueChanged` when a break hands Python another value than the one the rest was recorded with, and whatever
         a break raises. The tensors then hold the remains of an unfinished forward; the sequence itself can replay again.
-        Inference mode and autocast are those of the recording, whatever they are around the replay.
+        Inference mode and autocast are those of the recording, whatever they are around the replay. `before` is called with the
+        name of each step that other ranks take part in, before it.
         """
         if not self.steps:
             raise ReplayError("nothing is recorded in this sequence: use `with breakable_graph(sequence)` first")
         with self.pool.turn(), self.ambient.precision(), torch.no_grad():
             if getattr(self.pool, "poison", False):
                 self._poison()
-            if ranges.wanted():
-                self._replay_in_ranges()
+            if ranges.wanted() or before is not None:
+                self._replay_named(before)
                 return
-            for step in self.steps:
-                step.replay()
+            step = None
+            try:
+                for step in self.steps:
+                    step.replay()
+            except BaseException:
+                self._note_failure(step)
+                raise
 
-    def _replay_in_ranges(self) -> None:
-        """The same, for a profiler to read."""
+    def _replay_named(self, before: Callable[[str], None] | None) -> None:
+        """The same, for a profiler to read, or other ranks to follow."""
         for i, step in enumerate(self.steps):
-            name = f"break {i}: {step.name}" if isinstance(step, Break) else f"segment {i}"
+            name = _name(i, step)
+            if before is not None and step.collectives:
+                before(name)
             ranges.named(name, step.replay)
+
+    def _note_failure(self, failed: Segment | Break | None) -> None:
+        until = next(i for i, step in enumerate(self.steps) if step is failed)
+        if any(step.collectives for step in self.steps[: until + 1]):
+            self.failed_halfway = _name(until, failed)
 
     @torch.inference_mode()  # or what was made in it could not be written
     def _poison(self) -> None:
@@ -99,6 +117,10 @@ class GraphSequence:
         self.held = {}
 
 
+def _name(i: int, step: Any) -> str:
+    return f"break {i}: {step.name}" if isinstance(step, Break) else f"segment {i}"
+
+
 class Break:
     """A call that runs eagerly between two segments.
 
@@ -108,6 +130,7 @@ class Break:
 
     def __init__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name = name
+        self.collectives = 0  # that other ranks take part in
         self.fn = fn
         self.args = args
         self.kwargs = kwargs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from enum import Enum
 from typing import Any, NamedTuple
@@ -49,6 +50,10 @@ class Signature(NamedTuple):
         """The same with every number taken out: signatures that then are equal differ in host values alone."""
         leaves = tuple((leaf[0],) if leaf[0] in _NUMBERS else leaf for leaf in self.leaves)
         return self._replace(leaves=leaves)
+
+    def key(self) -> str:
+        """The same in every process."""
+        return hashlib.sha1(repr(self).encode()).hexdigest()
 
     def label(self, names: tuple[str, ...] = ()) -> str:
         """For people: each tensor by its argument's name and shape, and the plain arguments. `names`: of positional arguments."""

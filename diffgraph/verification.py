@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from diffgraph.capture import Forward, Recording
+from diffgraph.capture import Forward, Recording, settled
 from diffgraph.compare import close, same_bits
 from diffgraph.signature import Call
 from diffgraph.tensors import weights_device
+from diffgraph.tree import map_leaves
 
 #: A replay may take this much of eager's time before its signature is demoted; less is noise.
 MAX_SLOWER = 1.03
@@ -22,6 +23,7 @@ def is_same(
     """Whether a replay of `call` gave eager's `output`, to the bit. Where a prompt is padded, a matrix product of another shape
     may take another kernel, and compiled blocks round otherwise: then close to it, and equal to the bit to what the forward that
     was recorded, padded and compiled, gives unrecorded."""
+    output = map_leaves(settled, output, objects=True)
     if same_bits(replayed, output):
         return True
     rounds = recording.compilation is not None or (call.prompt is not None and call.prompt.is_padded)
@@ -37,13 +39,13 @@ def is_close(a: Any, b: Any, module: torch.nn.Module) -> bool:
     return close(a, b, max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
 
 
-def is_slower(recording: Recording, replay: Callable[[], Any], replay_ms: float | None, eager_ms: float | None) -> bool:
+def is_slower(recording: Recording, timed: Callable[[], Any], replay_ms: float | None, eager_ms: float | None) -> bool:
     """Whether the fastest of three replays is slower than eager: the first launch of a graph is, often. `replay_ms` is the first
-    one's time; either is `None` where there is no clock."""
+    one's time; either is `None` where there is no clock. `timed` replays once more, and returns the result and the time."""
     for _ in range(2):
         if replay_ms is None or eager_ms is None or replay_ms <= MAX_SLOWER * eager_ms or recording.draws:
             return False
-        _, again = recording.pool.timed(replay)
+        _, again = timed()
         recording.left = None
         replay_ms = replay_ms if again is None else min(replay_ms, again)
     return replay_ms is not None and eager_ms is not None and replay_ms > MAX_SLOWER * eager_ms

@@ -30,6 +30,16 @@ def load() -> Any:
     return DiffusionPipeline.from_pretrained(MODEL, torch_dtype=torch.bfloat16).to("cuda")
 
 
+def draw(pipe: Any, request: Request) -> bytes:
+    """A PNG file."""
+    generator = torch.Generator().manual_seed(request.seed)
+    size = {"height": request.height, "width": request.width}
+    found = pipe(request.prompt, **size, num_inference_steps=request.steps, generator=generator)
+    file = io.BytesIO()
+    found.images[0].save(file, "PNG")
+    return file.getvalue()
+
+
 def create_app(load: Callable[[], Any] = load, shapes: Sequence[str] = SHAPES) -> FastAPI:
     turn = threading.Lock()  # the scheduler keeps state between steps
     served: dict[str, Any] = {}
@@ -44,16 +54,11 @@ def create_app(load: Callable[[], Any] = load, shapes: Sequence[str] = SHAPES) -
 
     @app.post("/pictures")
     def picture(request: Request) -> Response:
-        generator = torch.Generator().manual_seed(request.seed)
-        size = {"height": request.height, "width": request.width}
         try:
             with turn:
-                found = served["pipe"](request.prompt, **size, num_inference_steps=request.steps, generator=generator)
+                return Response(draw(served["pipe"], request), media_type="image/png")
         except ValueError as error:  # sizes that the pipeline does not take
             raise HTTPException(422, str(error)) from None
-        file = io.BytesIO()
-        found.images[0].save(file, "PNG")
-        return Response(file.getvalue(), media_type="image/png")
 
     @app.get("/health")
     def health() -> dict[str, Any]:

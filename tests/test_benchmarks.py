@@ -142,3 +142,19 @@ def test_a_peer_that_fails_leaves_a_note_and_the_next_is_measured(tmp_path, monk
     rows = run(peers, tmp_path / "cpu.json", *options, "--modes", "torch.compile:regional,breakable")
     assert rows[0]["note"] == "RuntimeError: no blocks" and rows[0]["ms"] is None
     assert rows[1]["note"] is None and rows[1]["ms"] > 0
+
+
+def test_the_table_of_several_gpus_compares_with_one_gpus_eager_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "PARALLEL", tmp_path / "parallel.json")
+    assert readme.parallel() == ""
+    about = {"what": "parallel denoiser", "family": "flux", "shape": "512x512"}
+    rows = [
+        {**about, "gpus": 1, "mode": "1 GPU: eager", "ms": 80.0},
+        {**about, "gpus": 2, "mode": "2 GPUs: ulysses, recorded", "ms": 40.0},
+        {**about, "what": "parallel soak", "gpus": 2, "mode": "2 GPUs: ulysses, recorded", "ms": 41.0, "note": "0 wrong results"},
+    ]
+    data = {"machine": "GPUs of one host", "versions": {"torch": "2", "diffusers": "0"}, "rows": rows}
+    readme.PARALLEL.write_text(json.dumps(data), encoding="utf-8")
+    lines = readme.parallel().splitlines()
+    assert "| FLUX.1 11.9B | 512×512 | one denoiser call | 2 GPUs: ulysses, recorded | 40.0 | **2.00x** |" in lines
+    assert lines[-1] == "- 2 GPUs: ulysses, recorded, 512×512: 0 wrong results."

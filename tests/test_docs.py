@@ -115,8 +115,8 @@ def run_shell(text: str) -> None:
         elif words[0] == "uvicorn":
             module, _, factory = words[-1].partition(":")
             assert hasattr(importlib.import_module(module), factory), line
-        elif words[0] == "python":
-            assert importlib.util.find_spec(words[2]) is not None, line
+        elif words[0] in ("python", "torchrun"):
+            assert importlib.util.find_spec(words[words.index("-m") + 1]) is not None, line
         else:
             assert words[0] in ("curl", "git"), f"nobody checks {line!r}"
 

@@ -15,6 +15,9 @@ import torch
 class Segment(ABC):
     """One captured graph: open from construction until `end` or `abort`, replayable after `end`."""
 
+    #: How many of its ops other ranks wait for.
+    collectives = 0
+
     @abstractmethod
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op while the segment is open and return what it returns."""
@@ -81,6 +84,10 @@ class Pool(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Wait until the device is done with the pool, so that its memory may be released."""
+
+    def finishes(self, within_s: float) -> bool:
+        """Wait until the device is done with what the current stream was given; False when that takes longer."""
+        return True
 
     @abstractmethod
     def rng_state(self) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diffgraph.collectives import completed, is_collective
 from diffgraph.devices.base import Pool, Segment
 from diffgraph.errors import HostValueChanged
 from diffgraph.tensors import storage_of, tensors_in
@@ -40,7 +41,7 @@ class TapeSegment(Segment):
         # A view has nothing to replay: its storage is refilled by whoever writes it.
         schema = getattr(func, "_schema", None)  # compiled code has none
         if fresh or schema is None or schema.is_mutable or not outputs:
-            self.ops.append(Op(func, kept_args, kept_kwargs, fresh))
+            self.ops.append(Op(completed(func) if is_collective(func) else func, kept_args, kept_kwargs, fresh))
         return result
 
     def end(self) -> None:

@@ -102,6 +102,7 @@ def record_training_step(
         compile_blocks=False,
         prompt_buckets=None,
         breaks="auto",
+        collectives="record",
         max_graphs=max_graphs,
         memory_limit=memory_limit,
         verify=verify,
