@@ -14,6 +14,7 @@ from diffgraph.errors import (
     ShapeError,
 )
 from diffgraph.explain import Explanation, explain
+from diffgraph.finetuning.step import TrainingStep, record_training_step
 from diffgraph.pipeline import accelerate_module, accelerate_pipeline, capture, paused, report, restore_pipeline
 from diffgraph.reasons import Reason
 from diffgraph.recorder import breakable_graph, eager_on_graph
@@ -43,6 +44,7 @@ __all__ = [
     "Report",
     "ShapeError",
     "SignatureReport",
+    "TrainingStep",
     "accelerate_module",
     "accelerate_pipeline",
     "breakable_graph",
@@ -50,6 +52,7 @@ __all__ = [
     "eager_on_graph",
     "explain",
     "paused",
+    "record_training_step",
     "report",
     "restore_pipeline",
     "save_shapes",

@@ -265,7 +265,7 @@ def _recorded(
     ):
         output = map_leaves(settled, forward(*args, **kwargs), objects=True)
         changed = inputs.changed(args, kwargs)
-        _check_outputs((output, changed and changed[0]))
+        check_outputs((output, changed and changed[0]))
         _check_host_reads(sequence)
     recording.wrote_inputs = bool(recorder.written)
     recording._set_outputs(output, changed, recorder.is_born)
@@ -294,7 +294,7 @@ def _check_host_reads(sequence: GraphSequence) -> None:
             raise CaptureError(f"{step.name} is read by the host after a collective, where the ranks of a replay could part")
 
 
-def _check_outputs(output: Any) -> None:
+def check_outputs(output: Any) -> None:
     for leaf in flatten(output, objects=True)[0]:
         if isinstance(leaf, torch.Tensor) and not has_plain_memory(leaf):
             raise CaptureError(f"the forward returned a {describe(leaf)}; accepted: plain dense tensors")

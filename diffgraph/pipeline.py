@@ -17,6 +17,8 @@ from diffgraph.errors import (
     OptionError,
     OptionTypeError,
 )
+from diffgraph.finetuning.module import GradientRunner
+from diffgraph.finetuning.step import TrainingStep
 from diffgraph.memory import Memory
 from diffgraph.options import Options, checked
 from diffgraph.report import Report
@@ -124,17 +126,31 @@ def accelerate_pipeline(
     return pipe
 
 
-def accelerate_module(module: M, **options: Any) -> M:
+def accelerate_module(module: M, *, training: bool = False, **options: Any) -> M:
     """As `accelerate_pipeline`, for a denoiser that is called by a loop of one's own. In place; returns `module`.
 
     Takes the same options, but no `capture_shapes` and no `components`: there is no pipeline to run shapes through.
+
+    Args:
+        training: record calls under gradients as well: the forward, and the backward that autograd will run, in a training loop
+            that is not ours (`record_training_step` gains more). Parameters get their gradients from autograd as ever, so
+            optimizers, accumulation, DDP and its `no_sync` work as they are; DDP's exchange no longer overlaps with backward.
+            Up to eight forwards may wait for their backwards; each backward runs once.
     """
+    if not isinstance(training, bool):
+        raise OptionTypeError(f"training is {training!r}; accepted: True or False")
     if not isinstance(module, torch.nn.Module):
         raise OptionTypeError(f"{type(module).__name__} is no torch.nn.Module; for a pipeline, use accelerate_pipeline")
     for name in ("capture_shapes", "components"):
         if name in options:
-            raise OptionTypeError(f"accelerate_module takes no {name}: there is no pipeline to run; call the module instead")
-    return accelerate_pipeline(module, **options)
+            raise OptionTypeError(
+                f"accelerate_module takes no {name}: there is no pipeline to run; call the module instead"
+            )
+    accelerate_pipeline(module, **options)
+    if training:
+        for runner in accelerated(module):
+            runner.training = GradientRunner(runner.name, runner.positional, runner.options)
+    return module
 
 
 def restore_pipeline(pipe: P) -> P:
@@ -178,20 +194,27 @@ def paused(pipe: Any) -> Iterator[None]:
     Raises `NotAcceleratedError`.
     """
     with ExitStack() as stack:
-        for _, runner in _looked_at(pipe):
-            stack.enter_context(runner.paused())
+        for recorded in [pipe] if isinstance(pipe, TrainingStep) else [runner for _, runner in _looked_at(pipe)]:
+            stack.enter_context(recorded.paused())
         yield
 
 
 def report(pipe: Any) -> Report:
-    """What happened so far on this pipeline, this module, or this module of a pipeline. Raises `NotAcceleratedError`."""
+    """What happened so far on this pipeline, this module (also one of a pipeline), or this training step.
+
+    Raises `NotAcceleratedError`.
+    """
+    if isinstance(pipe, TrainingStep):
+        return pipe.report()
     found, pushed_out = _found(pipe), _pushed_out(pipe)
     if not pushed_out:
         found = _looked_at(pipe)  # or say that there are none
     called = components_of.candidates(pipe)
     around = [m for m, _ in found if not any(m is candidate for candidate in called.values())]  # by `torch.compile(module)`
     names = {id(module): name for name, module in components_of.with_compiled(called)}
-    return Report.of([runner for _, runner in found], [names[id(module)] for module in (*around, *pushed_out)])
+    runners = [runner for _, runner in found]
+    training = [runner.training for runner in runners if runner.training is not None]
+    return Report.of([*runners, *training], [names[id(module)] for module in (*around, *pushed_out)])
 
 
 def accelerated(pipe: Any) -> list[Runner]:

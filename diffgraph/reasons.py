@@ -38,6 +38,12 @@ class Reason(str, Enum):
     LAYERWISE_CASTING = "layerwise_casting", "layerwise casting re-allocates the weights around each forward"
     TRAINING = "training", "the denoiser is in training mode"
     GRAD_ENABLED = "grad_enabled", "gradients are being recorded"
+    TRAINABLE_CHANGED = "trainable_changed", "`requires_grad` of a parameter was changed"
+    OPTIMIZER_CHANGED = (
+        "optimizer_changed",
+        "an optimizer, one of its settings or its state was replaced",
+    )
+    IN_FLIGHT = "in_flight", "too many recorded forwards wait for their backwards"
     HOST_VALUE_CHANGED = "host_value_changed", "a value that the host reads fits no recording of this signature"
     SIDE_EFFECTS = "side_effects", "the forward changes state that a replay would not change"
     CPU_INPUT = "cpu_input", "an input tensor lies on the CPU while the denoiser is on another device"

@@ -11,6 +11,8 @@ from diffgraph.tensors import tensors_in
 
 _aten = torch.ops.aten
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+#: Which write to their running mean and variance, and whose schema does not say so.
+_BATCH_NORMS = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default}
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -33,6 +35,8 @@ def on_host_alone(leaves: list[Any], device: torch.device) -> bool:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that this op writes to, by its schema."""
+    if func in _BATCH_NORMS:
+        return tensors_in(args[3:5])
     schema = getattr(func, "_schema", None)  # higher-order operators have none
     if schema is None or not schema.is_mutable:
         return []
@@ -56,6 +60,16 @@ def why_not_recordable(func: Any, args: tuple[Any, ...], leaves: list[Any], devi
     if torch.Tag.dynamic_output_shape in func.tags:
         return "the shape of its result depends on data"
     return None
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this op draws random numbers: attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return (args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)) != 0
+    return True
 
 
 def size_depends_on_data(fn: Any) -> bool:

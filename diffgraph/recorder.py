@@ -26,10 +26,12 @@ from diffgraph.ambient import Ambient
 from diffgraph.collectives import completed, is_collective, is_waiting, is_wrapping, waited
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
+from diffgraph.finetuning.generators import settings_seen
+from diffgraph.finetuning.writes import WriteLog
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.places import calling_line
 from diffgraph.ranks import Ranks
-from diffgraph.recordable import on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
+from diffgraph.recordable import draws, on_host_alone, size_depends_on_data, why_never_recordable, why_not_recordable, written_by
 from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
 from diffgraph.tree import flatten, map_leaves, unflatten
@@ -62,18 +64,26 @@ def record(
     break_ops: Collection[Any] = (),
     ranks: Ranks | None = None,
     break_at_collectives: bool = False,
+    log: WriteLog | None = None,
+    after: Recorder | None = None,
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
     `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all; `break_ops`
-    become breaks, and an op that fails to be recorded raises `OpNotRecordable`; `ranks` record the same forward at the same time.
+    become breaks, and an op that fails to be recorded raises `OpNotRecordable`. `log`: gradients are recorded as well, what is
+    written for good is noted there, and nothing may be brought to the host, since a replay that then stops could not be undone.
+    `after`: the recording that always replays before this one, in the same pool: what it bore is borne for this one too.
+    `ranks` record the same forward at the same time.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
-    recorder = Recorder(sequence, weights, inputs, whole, break_ops, ranks, break_at_collectives)
-    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), precision():
+    recorder = Recorder(sequence, weights, inputs, whole, break_ops, log, ranks, break_at_collectives)
+    if after is not None:
+        recorder.continue_after(after)
+    state = precision() if log is None else _with_gradients(sequence.pool.device)
+    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), state:
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
         sequence.ambient = Ambient.now(sequence.pool.device.type)
@@ -117,11 +127,32 @@ def precision() -> Iterator[None]:
     another path than eager does (`matmul` folds by `requires_grad`), with other bits. And autocast keeps no weights that it has
     cast until its block ends: memory of the pool, held by somebody else.
     """
+    with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+        yield
+
+
+@contextmanager
+def _with_gradients(device: torch.device) -> Iterator[None]:
+    """The thread's state in which a training step is recorded. Its own autocast ends in it, and the cache with it; and where a
+    weight is used twice, the cache changes the bits."""
+    cache = _no_autocast_cache() if torch.is_autocast_enabled(device.type) else nullcontext()
+    with in_one_thread(), settings_seen(), cache:
+        yield
+
+
+@contextmanager
+def in_one_thread() -> Iterator[None]:
+    """With gradients, whose backward runs in this thread: the one that has the capture open, and where breaks are known."""
+    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
+        yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
 
@@ -138,11 +169,14 @@ class Recorder(TorchDispatchMode):
         inputs: Iterable[torch.Tensor],
         whole: bool,
         break_ops: Collection[Any],
+        log: WriteLog | None,
         ranks: Ranks | None = None,
         break_at_collectives: bool = False,
     ) -> None:
         super().__init__()
         self._break_ops = break_ops
+        self._log = log
+        self.generator_was_set = False  # by the step that is recorded
         self._ranks, self._break_at_collectives = ranks, break_at_collectives
         self._collectives = 0  # since the last step was closed
         self._under_way: dict[int, torch.Tensor] = {}  # by storage: what collectives make, and nobody has waited for
@@ -161,6 +195,9 @@ class Recorder(TorchDispatchMode):
         self._made_on_host: dict[int, StorageWeakRef] = {}
         self._pending: list[tuple[torch.Tensor, Binding, torch.Tensor]] = []  # boundary buffer, its binding, the break's result
 
+    def continue_after(self, other: Recorder) -> None:
+        self._born = dict(other._born)
+
     # -- life of a segment
 
     def begin(self) -> None:
@@ -169,6 +206,8 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> None:
         if self.failure is not None:
             raise CaptureError(f"a break raised {self.failure!r} during capture") from self.failure
+        if self._log is not None and self._log.is_for_undoing:
+            self._log.before_running()
         self._close()
 
     def abort(self) -> None:
@@ -221,12 +260,15 @@ class Recorder(TorchDispatchMode):
             self._collectives += 1
             if self._ranks is not None:
                 self._ranks.before(func.name())
-        if self._segment is None or self.in_break or is_wrapping(func):
+        unseen = is_wrapping(func) or getattr(func, "namespace", "") == "profiler"
+        if self._segment is None or self.in_break or unseen:
             return func(*args, **kwargs)
         leaves = flatten((args, kwargs))[0]
         why_not = why_never_recordable(func, leaves)
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
+        if self.generator_was_set and draws(func, args, kwargs):
+            raise CaptureError(f"{func} cannot be replayed: it draws what was drawn before (gradient checkpointing with dropout)")
         if on_host_alone(leaves, self.pool.device):
             return self._run_on_host(func, args, kwargs)
         why = why_not_recordable(func, args, leaves, self.pool.device)
@@ -277,8 +319,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        if self._inputs and any(storage_of(t) in self._inputs for t in written_by(func, args, kwargs)):
+        written = written_by(func, args, kwargs) if self._inputs or self._log is not None else []
+        if any(storage_of(t) in self._inputs for t in written):
             self.written.append(str(func))
+        if self._log is not None:
+            self._log.note((t for t in written if not self.is_born(t)), runs_now=self.pool.runs_while_recording)
 
     def _note_lifetimes(self, read: list[torch.Tensor], result: Any) -> None:
         for tensor in read:
@@ -302,6 +347,8 @@ class Recorder(TorchDispatchMode):
         for plain in plain_parts(tensor):
             key = storage_of(plain)
             if key not in self._born and key not in self._weights and key not in self.sequence.held:
+                if self._log is not None and key not in self._inputs:
+                    _check_is_known(tensor)
                 # The memory, that is: `parameter.data = other` gives the parameter another.
                 self.sequence.held[key] = plain.detach() if plain.layout == torch.strided else plain
 
@@ -329,6 +376,8 @@ class Recorder(TorchDispatchMode):
         try:
             if self.whole:
                 raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")
+            if self._log is not None:
+                self._log.before_running()
             self._close()
             step = Break(name, fn, *map_leaves(self._break_input, (args, kwargs)))
             step.where = calling_line()
@@ -343,6 +392,8 @@ class Recorder(TorchDispatchMode):
                 self.sequence.steps.append(step)
                 self._segment = self.pool.open_segment()
                 leaves, spec = flatten(result)
+                if self._log is not None:
+                    _check_for_training(name, fn, leaves, self.pool.device)
                 bindings, leaves = self._bind(leaves, {storage_of(t) for t in tensors_in(given)})
         except BaseException as error:
             # If the forward swallows it, the path taken from here on is not one to replay: finish eagerly.
@@ -422,6 +473,27 @@ class Recorder(TorchDispatchMode):
                 else:
                     self._pending.append((buffer, bindings[i], result))
         return bindings, replaced
+
+
+def _check_for_training(name: str, fn: Any, leaves: list[Any], device: torch.device) -> None:
+    """What a break may not hand to a training step."""
+    where = calling_line() or "a line that is not known"
+    if size_depends_on_data(fn):
+        raise CaptureError(f"{name} gives a size that depends on values ({where}), and a replay could not go back")
+    for leaf in leaves:
+        if leaf is None:  # an op that writes in place may return nothing
+            continue
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != device.type:
+            raise CaptureError(f"{name} brings a value to the host ({where}), from where a replay could not go back")
+        if leaf.requires_grad:
+            raise CaptureError(f"{name} is a break ({where}), through which no gradient flows")
+
+
+def _check_is_known(tensor: torch.Tensor) -> None:
+    """A training step's weights must be guarded, and the gradients that it makes found."""
+    if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+        size = "x".join(map(str, tensor.shape))
+        raise CaptureError(f"the step reads a parameter [{size}] of a module that it was not told of; accepted: all in model=")
 
 
 def _is_made_of_others(kind: type) -> bool:

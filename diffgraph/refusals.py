@@ -25,8 +25,9 @@ _HOOK_REASONS = (
 )
 
 
-def refusal(module: torch.nn.Module) -> Reason | None:
-    """Why no recording of `module` in its present state could be trusted; `None` when one can."""
+def refusal(module: torch.nn.Module, *, trains: bool = False) -> Reason | None:
+    """Why no recording of `module` in its present state could be trusted; `None` when one can. `trains`: as part of a training
+    step, to which random numbers and statistics belong."""
     if any(global_hook_tables()):
         return Reason.HOOKS_CHANGED
     parallel = parallel_config(module)
@@ -39,7 +40,7 @@ def refusal(module: torch.nn.Module) -> Reason | None:
         reason = _hook_refusal(submodule, parallel is not None)
         if reason is not None:
             return reason
-        if submodule.training and random_or_stateful(submodule):
+        if not trains and submodule.training and random_or_stateful(submodule):
             return Reason.TRAINING
         if _keeps_outliers(submodule):
             return Reason.SIDE_EFFECTS

@@ -11,6 +11,8 @@ from diffgraph import prometheus
 from diffgraph.shapes import CaptureShape
 
 if TYPE_CHECKING:
+    from diffgraph.finetuning.module import GradientRunner
+    from diffgraph.finetuning.step import TrainingStep
     from diffgraph.runner import Runner
 
 _MIB = 2**20
@@ -57,7 +59,7 @@ class Report:
     _shapes: tuple[CaptureShape, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, runners: Sequence[Runner], bypassed: Sequence[str] = ()) -> Report:
+    def of(cls, runners: Sequence[Runner | GradientRunner | TrainingStep], bypassed: Sequence[str] = ()) -> Report:
         routes: Counter[str] = sum((r.routes.taken for r in runners), Counter())
         reasons: Counter[str] = sum((r.routes.reasons for r in runners), Counter())
         entries = [entry for r in runners for entry in r.table.all_entries()]

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,9 @@ from diffgraph.table import Table
 from diffgraph.tensors import weights_device
 from diffgraph.traffic import asked_shape
 from diffgraph.verification import is_close, is_same, is_slower
+
+if TYPE_CHECKING:
+    from diffgraph.finetuning.module import GradientRunner
 
 logger = logging.getLogger("diffgraph")
 
@@ -78,6 +81,7 @@ class Runner:
         self._break_ops: set[Any] = set()  # which failed to be recorded
         self._parallel_config: Any = None
         self._ranks: Ranks | None = None
+        self.training: GradientRunner | None = None  # takes the calls under gradients
         self._compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)
         self._paused = 0
         self._paid = 0  # recordings that have
@@ -94,6 +98,8 @@ class Runner:
         assert module is not None  # its own call brought us here
         if torch.compiler.is_compiling():  # Dynamo would trace us
             return self._forward(module)(*args, **kwargs)
+        if self.training is not None and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return self.training(module, self._forward(module), args, kwargs, self.is_paused)
         probe = getattr(self._thread, "probe", None)
         if probe is not None:
             return probe(self, module, args, kwargs)
@@ -630,6 +636,8 @@ class Runner:
     def release(self) -> None:
         """Drop everything that is recorded, and all that is known. Takes no lock of ours while it waits for a pool's."""
         self._state.fingerprint = None
+        if self.training is not None:
+            self.training.release()
         for entry in self.table.clear():
             self._drop(entry)
 

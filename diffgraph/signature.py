@@ -82,7 +82,7 @@ class Call(NamedTuple):
         except (TooManyLeaves, RecursionError):  # a list that holds itself, say
             raise Refused(Reason.UNSUPPORTED_INPUT, f"more than {MAX_LEAVES} values in the arguments") from None
         first: dict[int, int] = {}
-        described = tuple([_describe_leaf(i, leaf, device, first) for i, leaf in enumerate(leaves)])
+        described = tuple([describe_leaf(i, leaf, device, first) for i, leaf in enumerate(leaves)])
         return cls(leaves, spec, Signature(spec, described, _mode(device)), prompt)
 
     @classmethod
@@ -94,7 +94,7 @@ class Call(NamedTuple):
         return cls.of(args, kwargs, device) if padded is None else cls.of(padded.args, padded.kwargs, device, padded.prompt)
 
 
-def _describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int]) -> tuple[Any, ...]:
+def describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int]) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
             raise Refused(Reason.UNSUPPORTED_INPUT, f"a {type(leaf).__name__} of layout {leaf.layout}")

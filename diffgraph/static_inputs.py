@@ -41,6 +41,11 @@ class StaticInputs:
                 live[n] = once(live[n])
             torch._foreach_copy_(self._memory, live)  # pyright: ignore[reportPrivateImportUsage]
 
+    @property
+    def positions(self) -> list[int]:
+        """Where in a call's leaves its distinct tensors stand."""
+        return self._at
+
     def copy_back(self, leaves: list[Any]) -> None:
         """Give a call's own tensors what a forward wrote to the static ones."""
         for i, tensor in zip(self._at, self.tensors, strict=True):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import _table, chart, denoiser, memory, peers, pipeline, readme
+from benchmarks import _table, chart, denoiser, finetuning, memory, peers, pipeline, readme
 
 COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
 TINY = ["--size", "tiny", "--device", "cpu"]
@@ -105,16 +105,27 @@ def test_a_table_aligns_text_left_and_numbers_right():
     assert lines == ["name    ms   ok", "x     1.25  yes", "long   100"]
 
 
+def test_a_training_step_is_measured_in_every_mode(tmp_path):
+    rows = run(finetuning, tmp_path / "cpu.json", "--families", "sd3", "--shapes", "16x16", "--repeats", "2", "--curve", "6")
+    assert [row["mode"] for row in rows] == list(finetuning.MODES)
+    for row in rows:
+        assert row.keys() >= COLUMNS and row["ms"] > 0 and row["ratio"] > 0 and row["note"] is None
+        assert row["max_abs_diff"] == 0 and row["equal"] is True
+        if row["mode"] != "eager":
+            assert row["capture_s"] > 0 and row["pool_mib"] > 0 and row["segments"] > 0
+
+
 def test_peers_are_measured_side_by_side_and_drawn(tmp_path, monkeypatch):
     out, drawn = tmp_path / "cpu.json", tmp_path / "chart.svg"
     modes = ["eager", "torch.compile:regional", "breakable+compile"]
     options = ["--families", "pixart", "--modes", ",".join(modes), "--compiler", "eager", "--repeats", "2", "--pipeline", "2"]
-    rows = run(peers, out, *options, "--second-shape", "32x32")
+    rows = run(peers, out, *options, "--second-shape", "32x32", "--second-prompt", "300")  # its own length: compiled already
     assert [row["mode"] for row in rows] == modes
     for row in rows:
         assert row["note"] is None and row["ms"] > 0 and row["pipeline_s"] > 0 and row["floor_ms"] > 0
         assert row["equal"] is True and row["relative_diff"] == 0, "this compiler rounds as eager does"
         assert (row["compiles"] > 0) == (row["size_compiles"] > 0) == ("compile" in row["mode"])
+        assert row["prompt_compiles"] == 0
     assert chart.main([str(out), str(drawn)]) == 0
     assert drawn.stat().st_size > 10_000
     monkeypatch.setattr(readme, "PEERS", out)

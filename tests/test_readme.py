@@ -76,6 +76,8 @@ def test_its_code_runs(block, tmp_path, monkeypatch):
         "x": torch.randn(4, 8),
         "new_input": torch.randn(4, 8),
         "layer": torch.nn.Linear(8, 8),
+        "model": torch.nn.Linear(8, 8),
+        "batches": torch.randn(6, 4, 8),
     }
     # The sizes of life are too much for a test's CPU.
     block = block.replace("512", "64").replace("1024", "128").replace("768", "96")

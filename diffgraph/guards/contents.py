@@ -81,7 +81,7 @@ class Contents(Slots):
     def _note(self) -> None:
         found = {id(c): c for container in Slots.now(self) for c in _containers_in(container, DEPTH)}.values()
         self._inner = [c for c in found if not isinstance(c, dict)], [c for c in found if isinstance(c, dict)]
-        self._copies = [_copy(container, DEPTH) for container in Slots.now(self)]
+        self._copies = [copied(container, DEPTH) for container in Slots.now(self)]
         self.then = self.now()
 
     def now(self) -> list[Any]:
@@ -129,7 +129,7 @@ def is_alike(now: Any, then: Any) -> bool:
     if type(now) is not type(then) or isinstance(now, (torch.Tensor, torch.nn.Module)) or is_object(now):
         return False
     if is_container(now):
-        return is_alike(now, _copy(then, DEPTH))
+        return is_alike(now, copied(then, DEPTH))
     return same_value(now, then)
 
 
@@ -159,14 +159,14 @@ def _containers_in(value: Any, depth: int) -> Iterator[Any]:
             yield from _containers_in(item, depth - 1)
 
 
-def _copy(value: Any, depth: int) -> Any:
+def copied(value: Any, depth: int) -> Any:
     """A container is copied, so that a change of its contents shows."""
     if not is_container(value) or depth == 0:
         return value
     keys, values = items_of(value)
     if type(value) in _SETS:
         return _Copy(type(value), [], set(value))
-    return _Copy(type(value), keys, [_copy(item, depth - 1) for item in values])
+    return _Copy(type(value), keys, [copied(item, depth - 1) for item in values])
 
 
 def is_flat(container: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Training steps, recorded: forward, loss, backward and optimizer in one sequence."""

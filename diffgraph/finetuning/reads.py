@@ -1,0 +1,201 @@
+"""What a step function reads by name beside its arguments, and what it leaves changed there: a replay runs none of its Python.
+
+Its closure, its module's globals, its own object's attributes, and those of the functions of the same module that it calls. Plain
+values are part of the signature. Other objects must stay the same ones, and a call must leave their attributes as they were.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from diffgraph.guards.contents import copied, is_alike, is_container, items_of
+from diffgraph.signature import is_constant
+
+_DEPTH = 4
+_ABSENT = object()
+#: Whose state is compared elsewhere, or which have none that Python could change.
+_NOT_FOLLOWED = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, torch.utils.data.DataLoader)
+_CODE = (FunctionType, MethodType, ModuleType, type, functools.partial)
+
+Get = Callable[[], Any]
+
+
+class Seen(NamedTuple):
+    """An object's attributes, or a container, as it was."""
+
+    name: str
+    live: Any
+    copy: Any
+
+
+class Reads:
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._names: dict[str, Get] = {}
+        self._paths: dict[str, tuple[Get, tuple[str, ...]]] = {}  # `args.weight`: from a name to an attribute's attribute
+        self._owners: list[Any] = []
+        self._follow(fn, set())
+        self._then = self.objects()
+
+    def values(self) -> list[Any]:
+        """The plain ones, by name."""
+        named = [(name, value) for name, get in self._names.items() if is_constant(value := get())]
+        reached = ((name, _reached(get(), path)) for name, (get, path) in self._paths.items())
+        return named + [(name, value) for name, value in reached if is_constant(value)]
+
+    def objects(self) -> dict[str, Any]:
+        found = {name: get() for name, get in self._names.items()}
+        return {name: value for name, value in found.items() if not is_constant(value)}
+
+    def replaced(self) -> str | None:
+        """The name of an object that is another one than when last looked at."""
+        now = self.objects()
+        changed = [name for name, then in self._then.items() if now.get(name) is not then]
+        self._then = now
+        return next(iter(changed), None)
+
+    def contents(self) -> list[Seen]:
+        """What there is for a call to change."""
+        found: dict[int, Seen] = {}
+        for name, value in self.objects().items():
+            _note(name, value, found, _DEPTH)
+        for owner in self._owners:
+            _note(type(owner).__name__, owner, found, _DEPTH)
+        return list(found.values())
+
+    # -- finding names
+
+    def _follow(self, fn: Any, seen: set[int]) -> None:
+        if id(fn) in seen:
+            return
+        seen.add(id(fn))
+        if isinstance(fn, functools.partial):
+            for i, value in enumerate([*fn.args, *fn.keywords.values()]):
+                self._add(f"partial[{i}]", functools.partial(_itself, value), fn, seen)
+            self._follow(fn.func, seen)
+        elif isinstance(fn, MethodType):
+            self._follow_method(fn.__self__, fn.__func__, seen)
+        elif isinstance(fn, FunctionType):
+            self._follow_function(fn, seen)
+        elif not isinstance(fn, _CODE) and not isinstance(fn, torch.nn.Module) and hasattr(type(fn), "__call__"):  # noqa: B004
+            self._follow_method(fn, type(fn).__call__, seen)
+
+    def _follow_method(self, owner: Any, fn: Any, seen: set[int]) -> None:
+        if not isinstance(fn, FunctionType):
+            return
+        for name in _names(fn.__code__):
+            if name in getattr(owner, "__dict__", {}):
+                self._add(f"self.{name}", functools.partial(_attribute, owner, name), fn, seen)
+            else:
+                method = vars(type(owner)).get(name)
+                if isinstance(method, FunctionType) and id(method) not in seen:
+                    seen.add(id(method))
+                    self._follow_method(owner, method, seen)
+        self._add_paths({fn.__code__.co_varnames[0]: functools.partial(_itself, owner)}, fn.__code__)
+        if not any(owner is known for known in self._owners):
+            self._owners.append(owner)
+        self._follow_function(fn, seen)
+
+    def _follow_function(self, fn: FunctionType, seen: set[int]) -> None:
+        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+        free: dict[str, Get] = {name: functools.partial(_content, cell) for name, cell in cells}
+        known = [name for name in _names(fn.__code__) if name in fn.__globals__]
+        shared: dict[str, Get] = {name: functools.partial(fn.__globals__.get, name, _ABSENT) for name in known}
+        for name, get in free.items():
+            self._add(name, get, fn, seen)
+        for name, get in shared.items():
+            self._add(f"{fn.__module__}.{name}", get, fn, seen)
+        self._add_paths({**shared, **free}, fn.__code__)
+        for i, value in enumerate([*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]):
+            self._add(f"{fn.__qualname__}[{i}]", functools.partial(_itself, value), fn, seen)
+
+    def _add_paths(self, roots: dict[str, Get], code: CodeType) -> None:
+        for root, path in _paths(code):
+            if root in roots:
+                self._paths.setdefault(".".join([code.co_name, root, *path]), (roots[root], path))
+
+    def _add(self, name: str, get: Get, reader: Any, seen: set[int]) -> None:
+        value = get()
+        if isinstance(value, (ModuleType, type)):
+            return
+        self._names.setdefault(name, get)
+        ours = isinstance(value, (FunctionType, MethodType)) and value.__module__ == getattr(reader, "__module__", None)
+        if ours or isinstance(value, functools.partial):
+            self._follow(value, seen)
+
+
+def change(before: list[Seen]) -> str | None:
+    """What a call has changed, in words."""
+    for name, live, copy in before:
+        if not is_alike(live, copy):
+            keys = live if isinstance(live, dict) else {}
+            then = dict(zip(copy.keys, copy.values, strict=False))
+            changed = next((key for key in keys if not is_alike(keys[key], then.get(key, _ABSENT))), None)
+            return name if changed is None else f"{name}.{changed}"
+    return None
+
+
+def _note(name: str, value: Any, found: dict[int, Seen], depth: int) -> None:
+    if depth == 0 or id(value) in found or isinstance(value, (*_NOT_FOLLOWED, *_CODE)) or is_constant(value):
+        return
+    if is_container(value):
+        if depth == _DEPTH:
+            found[id(value)] = Seen(name, value, copied(value, _DEPTH))
+        inner = list(items_of(value)[1])
+    elif isinstance(table := getattr(value, "__dict__", None), dict):
+        found[id(value)] = Seen(type(value).__name__, table, copied(table, _DEPTH))
+        inner = list(table.values())
+    else:
+        return
+    for item in inner:
+        _note(name, item, found, depth - 1)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _paths(code: CodeType) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Attributes that code reads, by the name that it reads them from: `("args", ("weight",))` for `args.weight`."""
+    root, path = "", ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_ATTR" and root:
+            path = (*path, str(instruction.argval))
+            yield root, path
+        else:
+            named = instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_FAST")
+            root, path = (str(instruction.argval), ()) if named else ("", ())
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _paths(constant)
+
+
+def _reached(value: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        if isinstance(value, (*_NOT_FOLLOWED, ModuleType, type)):
+            return _ABSENT
+        value = _attribute(value, name)
+    return value
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, "__dict__", {}).get(name, _ABSENT)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _ABSENT

@@ -1,0 +1,75 @@
+"""Is what a step's recordings rely on still true? The models, which parameters are trained, the optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+
+from diffgraph.finetuning.gradients import Gradients
+from diffgraph.finetuning.optimizers import OptimizerState
+from diffgraph.guards import Fingerprint
+from diffgraph.reasons import Reason
+from diffgraph.refusals import refusal
+from diffgraph.signature import Refused
+from diffgraph.state import MAX_CHANGES, MAX_REST
+
+
+class TrainingState:
+    def __init__(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._modules, self._optimizers = modules, optimizers
+        self.gradients = Gradients([])
+        self._changes = 0  # seen without a replay between them
+        self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
+        self._last_change = Reason.ATTRIBUTES_CHANGED
+        self.take()
+
+    def look(self) -> Reason | None:
+        """What has changed since the last look, of which this one takes note. Raises `Refused` while it rests."""
+        if self._rest > 0:
+            self._rest -= 1
+            if self._rest == 0:
+                self.take()
+            raise Refused(self._last_change)
+        found = self.change()
+        if found is not None:
+            self.take()
+            self._last_change = found
+            self._changes += 1
+            self._rest = MAX_REST if self._changes > MAX_CHANGES else 0
+        return found
+
+    def lasts(self) -> None:
+        """A replay was made in it."""
+        self._changes = 0
+
+    def take(self) -> None:
+        """Note how everything is now."""
+        self._fingerprints = list(map(Fingerprint, self._modules))
+        self._parameters = self._all_parameters()
+        self._trainable = [p.requires_grad for p in self._parameters]
+        trainable = [p for p in self._parameters if p.requires_grad]
+        if list(map(id, trainable)) != list(map(id, self.gradients.parameters)):
+            self.gradients = Gradients(trainable)
+        self._optimizer_state = OptimizerState(self._optimizers)
+        self.refusal = next(filter(None, (refusal(module, trains=True) for module in self._modules)), None)
+
+    def change(self) -> Reason | None:
+        """The kind of the first change since."""
+        if [p.requires_grad for p in self._parameters] != self._trainable:
+            return Reason.TRAINABLE_CHANGED
+        for fingerprint in self._fingerprints:
+            if (change := fingerprint.change()) is not None:
+                return change
+        return Reason.OPTIMIZER_CHANGED if self._optimizer_state.changed() else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.gradients.parameters[0].device if self.gradients.parameters else torch.device("cpu")
+
+    def _all_parameters(self) -> list[torch.nn.Parameter]:
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
+        of_optimizers = chain.from_iterable(group["params"] for group in groups)
+        of_modules = chain.from_iterable(module.parameters() for module in self._modules)
+        return list({id(p): p for p in chain(of_modules, of_optimizers)}.values())

@@ -1,0 +1,630 @@
+"""A recorded training step does, to the bit, what the eager one does; and where it cannot, it is the eager one, and says why."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import random
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from _training import SETTLED, Checkpointed, Loop, LoraLoop, Twins, batch, recorded, route_of, sd3  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import diffgraph
+import pipelines
+from diffgraph.compare import same_bits
+from pipelines import finetune
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_fifty_steps_of_a_lora_are_those_of_eager(sd3):  # noqa: F811
+    """Accumulated and clipped, with a schedule, batches of two shapes, pictures drawn in between, and a checkpoint taken back."""
+    pipe, batches = sd3
+    twins = Twins(lambda: LoraLoop(pipe))
+    routes, kept = [], {}
+    for i in range(50):
+        for micro in range(2):
+            routes.append(twins(*batches[i // 2 % 2], update=micro == 1))
+        twins.both(lambda loop: loop.scheduler.step())
+        if i == 20:
+            twins.both(lambda loop: kept.update({loop: copy.deepcopy((loop.net.state_dict(), loop.optimizer.state_dict()))}))
+        if i == 30:
+            pictures = [draw(pipe, loop.net) for loop in (twins.eager, twins.recorded)]
+            assert torch.equal(*pictures)
+        if i == 40:
+            twins.both(lambda loop: take_back(loop, *kept[loop]))
+    report = diffgraph.report(twins.step)
+    assert report.replays > 80 and set(report.reasons) == {"unseen_signature", "optimizer_changed"}
+    assert routes[-8:] == ["replay"] * 8
+
+
+def draw(pipe, net):
+    pipe.transformer, before = net.eval(), pipe.transformer
+    diffgraph.accelerate_pipeline(pipe)
+    try:
+        given = pipelines.inputs("sd3", pipe, height=32, width=32, cfg=False)
+        made = pipe(**given, num_inference_steps=4, output_type="latent", generator=torch.Generator().manual_seed(0)).images
+        assert diffgraph.report(pipe).replays == 2
+        return made
+    finally:
+        diffgraph.restore_pipeline(pipe)
+        pipe.transformer = before
+        net.train()
+
+
+def take_back(loop, weights, state):
+    loop.net.load_state_dict(weights)
+    loop.optimizer.load_state_dict(copy.deepcopy(state))
+
+
+def test_a_sample_batch_leaves_nothing_behind():
+    loop = Loop()
+    before = loop.everything()
+    step = recorded(loop, lambda x: loop.step(x))
+    assert same_bits(loop.everything(), before)
+    step = diffgraph.record_training_step(loop.step, batch(), optimizer=loop.optimizer, model=loop.net)
+    assert same_bits(loop.everything(), before)
+    for _ in range(2):
+        loop.step(batch())
+    before = loop.everything()
+    step = diffgraph.record_training_step(loop.step, batch(), optimizer=loop.optimizer, model=loop.net)
+    assert same_bits(loop.everything(), before)
+    assert route_of(step, batch())[1] == "capture"
+
+
+def test_a_sample_of_an_accumulating_step_is_recorded_at_once():
+    loop = Loop()
+    loop.step(batch())
+    step = diffgraph.record_training_step(lambda x: loop.step(x, update=False), batch(), optimizer=loop.optimizer, model=loop.net)
+    assert all(p.grad is None for p in loop.net.parameters())
+    assert route_of(step, batch())[1] == "capture"
+    assert all(p.grad is not None for p in loop.net.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+def test_a_checkpoint_with_a_rate_of_another_kind_stays_eager():
+    def number_as_rate(loop):
+        state = copy.deepcopy(loop.optimizer.state_dict())
+        state["param_groups"][0]["lr"] = 0.003
+        loop.optimizer.load_state_dict(state)
+
+    twins = Twins()
+    twins.settle()
+    twins.recorded.everything = twins.eager.everything = lambda: None
+    twins.both(number_as_rate)
+    assert twins.times(3, batch()) == ["optimizer_changed"] * 3
+    assert same_bits(list(twins.eager.net.parameters()), list(twins.recorded.net.parameters()))
+
+
+def test_batches_of_new_shapes_run_eagerly_and_then_recorded():
+    twins = Twins()
+    twins.settle()
+    assert [twins(batch(i, rows=6)) for i in range(3)] == ["unseen_signature", "capture", "replay"]
+    assert twins(batch(9)) == "replay"
+
+
+def test_gradients_accumulate_in_one_recording_and_step_in_another():
+    twins = Twins()
+    for _ in range(4):
+        twins.times(3, batch(), update=False)
+        last = twins(batch(), update=True)
+    assert last == "replay"
+
+
+def set_rate(loop):
+    loop.optimizer.param_groups[0]["lr"].fill_(3e-3)
+
+
+def use_gradients_of_ones_own(loop):
+    for p in loop.net.parameters():
+        p.grad = torch.ones_like(p)
+
+
+@pytest.mark.parametrize("change", [set_rate, lambda loop: loop.optimizer.zero_grad(set_to_none=True)])
+def test_what_does_not_matter_is_replayed(change):
+    twins = Twins()
+    twins.settle()
+    twins.both(change)
+    assert twins(batch()) == "replay"
+
+
+def replace_weights(loop):
+    loop.net.first.weight.data = loop.net.first.weight.data * 0.5
+
+
+def freeze(loop):
+    loop.net.first.bias.requires_grad_(False)
+
+
+def reload_optimizer(loop):
+    loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+
+
+def decay(loop):
+    loop.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def replace_activation(loop):
+    loop.net.dropout.p = 0.5
+
+
+def add_hook(loop):
+    loop.net.second.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize(
+    "change, reason, then",
+    [
+        (replace_weights, "weights_changed", "capture"),
+        (freeze, "trainable_changed", "capture"),
+        (reload_optimizer, "optimizer_changed", "capture"),
+        (decay, "optimizer_changed", "capture"),
+        (replace_activation, "attributes_changed", "capture"),
+        (add_hook, "hooks_changed", "hooks_changed"),
+        (use_gradients_of_ones_own, "unseen_signature", "unseen_signature"),
+    ],
+)
+def test_what_a_recording_relies_on_is_guarded(change, reason, then):
+    twins = Twins()
+    twins.settle()
+    twins.both(change)
+    assert twins(batch()) == reason
+    if then == "capture":
+        assert twins.times(2, batch()) == ["capture", "replay"]
+
+
+def test_an_adapter_that_is_added_is_seen(sd3):  # noqa: F811
+    from peft import LoraConfig
+
+    pipe, batches = sd3
+    twins = Twins(lambda: LoraLoop(pipe))
+    twins.times(4, *batches[0])
+
+    def another(loop):
+        torch.manual_seed(3)
+        loop.net.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "second")
+        loop.net.set_adapters(["default", "second"])
+
+    twins.both(another)
+    assert twins(*batches[0]) in ("adapter_changed", "weights_changed")
+    assert "replay" in twins.times(3, *batches[0])
+
+
+def test_another_optimizer_than_was_given_is_not_stepped_by_a_recording():
+    loop = Loop()
+    step = recorded(loop)
+    for _ in range(4):
+        step(batch())
+    loop.optimizer = torch.optim.SGD(loop.net.parameters(), lr=torch.tensor(1.0), fused=True)
+    before = loop.everything()[0]
+    assert route_of(step, batch())[1] == "optimizer_changed"
+    assert not same_bits(loop.everything()[0], before)
+
+
+def test_a_break_between_segments_is_part_of_the_step():
+    class Broken(Loop):
+        def step(self, x):
+            output = super().step(x)
+            clamp(self.net.first.bias)
+            output["norm"] = self.net.first.bias.detach().norm()
+            return output
+
+    twins = Twins(Broken)
+    twins.settle()
+    assert diffgraph.report(twins.step).signatures[0].breaks == 1
+
+
+@diffgraph.eager_on_graph
+@torch.no_grad()
+def clamp(weight):
+    weight.clamp_(-0.1, 0.1)
+
+
+# -- what cannot be recorded
+
+
+@diffgraph.eager_on_graph
+def doubled(x):
+    return x * 2
+
+
+def cuts_the_gradient(loop, x):
+    return own_step(loop, doubled(loop.net(x)))
+
+
+def own_step(loop, y):
+    loss = y.square().mean()
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return loss
+
+
+def trains_another_module(loop, x):
+    return own_step(loop, loop.other(loop.net(x)))
+
+
+def masks(loop, x):
+    y = loop.net(x)
+    return own_step(loop, y[y > 0])
+
+
+def fails_midway(loop, x):
+    output = loop.step(x)
+    if output["loss"].item() > -1:
+        loop.net.first.bias.data.add_(1)
+    return output
+
+
+def steps_the_scheduler(loop, x):
+    output = loop.step(x)
+    loop.scheduler.step()
+    return output
+
+
+def counts(loop, x):
+    loop.count = getattr(loop, "count", 0) + 1
+    return loop.step(x)
+
+
+def keeps_losses(loop, x):
+    output = loop.step(x)
+    loop.losses.append(output["loss"])
+    return output
+
+
+def changes_by_pythons_own_chance(loop, x):
+    return loop.step(x * random.random())
+
+
+def gives_back_its_batch(loop, x):
+    output = loop.step(x)
+    x.add_(1)
+    return output
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize(
+    "step_fn, reason",
+    [
+        (fails_midway, "capture_failed"),
+        (steps_the_scheduler, "side_effects"),
+        (counts, "side_effects"),
+        (keeps_losses, "side_effects"),
+        (changes_by_pythons_own_chance, "verify_failed"),
+        (gives_back_its_batch, "side_effects"),
+        (cuts_the_gradient, "capture_failed"),
+        (trains_another_module, "capture_failed"),
+        (masks, "capture_failed"),
+    ],
+)
+def test_a_step_that_cannot_be_recorded_is_eager_to_the_bit(step_fn, reason):
+    class Made(Loop):
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+            self.other = torch.nn.Linear(8, 8)
+            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    eager, loop = Made(), Made()
+    step = recorded(loop, lambda x: step_fn(loop, x))
+    results = []
+    for trained, fn in ((eager, lambda x: step_fn(eager, x)), (loop, step)):
+        torch.manual_seed(5)
+        random.seed(5)
+        for i in range(8):
+            fn(batch(i))
+        results.append(trained.everything())
+    assert same_bits(*results)
+    report = diffgraph.report(step)
+    assert report.reasons[reason] >= 1 and report.replays == 0
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+def test_gradients_are_still_there_after_a_recording_that_failed():
+    class Reading(Loop):
+        def step(self, x, update=True):
+            output = super().step(x, update)
+            if update:
+                self.net.first.bias.data.add_(output["loss"].item())
+            return output
+
+    twins = Twins(Reading)
+    for _ in range(4):
+        twins.times(2, batch(), update=False)
+        last = twins(batch(), update=True)
+    assert last == "capture_failed"
+
+
+def test_what_changes_at_each_step_is_not_looked_at_each_time():
+    twins = Twins()
+    twins.settle()
+    routes = []
+    for i in range(36):
+        if i < 12:
+            twins.both(lambda loop, i=i: loop.optimizer.param_groups[0].update(weight_decay=i / 1000))
+        routes.append(twins(batch()))
+    assert set(routes[:24]) == {"optimizer_changed"} and routes[-3:] == ["replay"] * 3
+
+
+# -- what else belongs to training
+
+
+def test_a_scaler_of_gradients_is_recorded():
+    class Scaled(Loop):
+        def __init__(self):
+            super().__init__()
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+
+        def step(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (self.net(x) - x).square().mean()
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            return loss
+
+        def everything(self):
+            return super().everything(), self.scaler._scale is None or self.scaler._scale.clone()
+
+    twins = Twins(Scaled)
+    routes = twins.times(10, batch())
+    assert routes[-5:] == ["replay"] * 5
+    assert twins(torch.full((4, 8), float("inf"))) == "replay"  # skipped, and the scale is halved
+    assert twins(batch(1)) == "replay"
+
+
+def test_weights_that_are_used_twice_under_autocast():
+    """Autocast casts them once, so their gradients are added in bf16."""
+
+    class Twice(Loop):
+        def step(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (self.net(self.net(x)) - x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss
+
+    assert Twins(Twice).times(6, batch())[-3:] == ["replay"] * 3
+
+
+def test_averaged_weights_are_recorded_or_kept_outside():
+    from diffusers.training_utils import EMAModel
+
+    class Averaged(Loop):
+        def __init__(self):
+            super().__init__()
+            self.mean = [p.detach().clone() for p in self.net.parameters()]
+            self.outside = EMAModel(self.net.parameters())
+
+        def step(self, x):
+            output = super().step(x)
+            with torch.no_grad():
+                torch._foreach_lerp_(self.mean, list(self.net.parameters()), 0.1)
+            return output
+
+        def everything(self):
+            self.outside.step(self.net.parameters())
+            return super().everything(), [t.clone() for t in (*self.mean, *self.outside.shadow_params)]
+
+    twins = Twins(Averaged)
+    assert twins.times(8, batch())[-3:] == ["replay"] * 3
+
+
+def test_gradient_checkpointing_is_recorded():
+    assert Twins(Checkpointed).times(5, batch())[-2:] == ["replay"] * 2
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+def test_dropout_that_is_drawn_twice_stays_eager():
+    routes = Twins(lambda: Checkpointed(dropout=0.3)).times(5, batch())
+    assert routes[-2:] == ["capture_failed"] * 2
+
+
+def test_batch_norm_keeps_its_statistics():
+    class Normed(Loop):
+        def __init__(self):
+            super().__init__()
+            self.net.dropout = torch.nn.BatchNorm1d(16)
+
+        def everything(self):
+            return super().everything(), [t.clone() for t in self.net.buffers()]
+
+    assert Twins(Normed).times(6, batch())[-2:] == ["replay"] * 2
+
+
+def test_accelerates_accumulation_chooses_the_recording():
+    from accelerate import Accelerator
+
+    class Accelerated(Loop):
+        def __init__(self):
+            super().__init__()
+            self.accelerator = Accelerator(gradient_accumulation_steps=3, cpu=True)
+            self.wrapped = self.accelerator.prepare(self.optimizer)
+
+        def step(self, x):
+            loss = (self.net(x) - x).square().mean()
+            self.accelerator.backward(loss)
+            if self.accelerator.sync_gradients:
+                self.accelerator.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.wrapped.step()
+            self.wrapped.zero_grad()
+            return loss
+
+    states = []
+    for is_recorded in (False, True):
+        loop = Accelerated()
+        step = recorded(loop) if is_recorded else loop.step
+        torch.manual_seed(2)
+        for i in range(18):
+            with loop.accelerator.accumulate(loop.net):
+                step(batch(i))
+        states.append(loop.everything())
+    assert same_bits(*states)
+    assert diffgraph.report(step).replays >= 8 and diffgraph.report(step).captures == 3
+
+
+@pytest.mark.parametrize("where", ["closure", "options"])
+def test_numbers_that_the_step_reads_by_name_are_part_of_the_signature(where):
+    loop, scale, options = Loop(), 1.0, SimpleNamespace(scale=1.0, unread=0)
+
+    def step_fn(x):
+        factor = scale if where == "closure" else options.scale
+        loss = factor * (loop.net(x) - x).square().mean()
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        return loss
+
+    step = recorded(loop, step_fn)
+    routes = [route_of(step, batch())[1] for _ in range(5)]
+    assert routes == SETTLED
+    options.unread += 1
+    assert route_of(step, batch())[1] == "replay"
+    scale = options.scale = 2.0
+    assert [route_of(step, batch())[1] for _ in range(3)] == ["unseen_signature", "capture", "replay"]
+
+
+def test_paused_runs_eagerly():
+    twins = Twins()
+    twins.settle()
+    with diffgraph.paused(twins.step):
+        assert twins(batch()) == "paused"
+    assert twins(batch()) == "replay"
+
+
+def test_twenty_recordings_come_and_go():
+    freed = []
+    for i in range(20):
+        loop = Loop()
+        step = recorded(loop)
+        for _ in range(4):
+            step(batch())
+        assert diffgraph.report(step).replays == 1
+        freed.append(weakref.ref(loop.net))
+        if i % 2:
+            step.close()
+            assert diffgraph.report(step).memory_bytes == 0
+            step(batch())
+    del loop, step
+    gc.collect()
+    assert all(ref() is None for ref in freed)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True), r"lr=torch.tensor\(0.001\)"),
+        (lambda net: torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3)), "fused=True"),
+        (lambda net: torch.optim.SGD(net.parameters(), lr=torch.tensor(1e-3)), "fused=True"),
+        (lambda net: net, "accepted: a torch.optim.Optimizer"),
+    ],
+)
+def test_an_optimizer_that_reads_on_the_host_is_refused_with_what_to_write_instead(make, message):
+    loop = Loop()
+    with pytest.raises(diffgraph.DiffgraphError, match=message):
+        diffgraph.record_training_step(loop.step, optimizer=make(loop.net), model=loop.net)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"model": "net"}, "accepted: a torch.nn.Module"),
+        ({"model": torch.nn.DataParallel(torch.nn.Linear(2, 2))}, "wrapped in DataParallel"),
+        ({"model": torch.nn.ReLU()}, "no parameter"),
+        ({"max_graphs": 0}, "max_graphs is 0"),
+        ({"backend": "full"}, "unknown option 'backend'"),
+    ],
+)
+def test_wrong_options_say_what_is_accepted(options, message):
+    loop = Loop()
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.1), fused=True) if "no param" in message else loop.optimizer
+    with pytest.raises(diffgraph.DiffgraphError, match=message):
+        diffgraph.record_training_step(lambda x: x, **{"optimizer": optimizer, "model": loop.net, **options})
+
+
+def test_a_step_of_another_optimizer_is_refused():
+    loop = Loop()
+    other = torch.optim.SGD(loop.net.parameters(), lr=torch.tensor(0.1), fused=True)
+    with pytest.raises(diffgraph.OptionError, match="optimizer that it was not recorded with"):
+        diffgraph.record_training_step(loop.step, optimizer=other, model=loop.net)
+
+
+def test_a_batch_that_eager_refuses_is_refused_and_nothing_is_changed():
+    twins = Twins()
+    twins.settle()
+    before = twins.recorded.everything()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            twins.step(torch.zeros(4, 9))
+    assert same_bits(twins.recorded.everything()[:4], before[:4])
+    assert twins(batch()) == "replay"
+
+
+def test_the_script_trains_alike_with_and_without_recording(capsys, tmp_path):
+    words = ["sd3", "--shapes", "32x32", "--steps", "6", "--rank", "2", "--save", str(tmp_path)]
+    assert finetune.main(words) == 0
+    assert "same loss curve, to the bit" in capsys.readouterr().out
+    assert list(tmp_path.glob("*.safetensors"))
+
+
+def thaw(loop):
+    loop.net.first.bias.requires_grad_(True)
+
+
+def evaluate(loop):
+    loop.net.eval()
+    with torch.no_grad():
+        loop.net(batch().to(loop.device))
+    loop.net.train()
+
+
+def new_rate(loop):
+    loop.optimizer.param_groups[0]["lr"].mul_(0.7)
+
+
+def drop_gradients(loop):
+    for p in list(loop.net.parameters())[::2]:
+        p.grad = None
+
+
+CHANGES = [replace_weights, freeze, thaw, reload_optimizer, decay, replace_activation, evaluate, new_rate, drop_gradients]
+CHANGES += [use_gradients_of_ones_own]
+STEPS = st.tuples(st.sampled_from([4, 6]), st.booleans())
+
+
+@settings(max_examples=40)
+@given(st.lists(st.one_of(STEPS, STEPS, STEPS, st.sampled_from(CHANGES)), max_size=30))
+def test_whatever_comes_between_steps_they_are_eagers(acts):
+    twins = Twins()
+    for act in acts:
+        if isinstance(act, tuple):
+            twins(batch(rows=act[0]), update=act[1])
+        else:
+            twins.both(act)
+    for loop in (twins.eager, twins.recorded):
+        loop.optimizer.zero_grad()
+    twins.times(2, batch())
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_lora_recorded():
+    """What `accelerate launch` starts on two GPUs, on two CPUs."""
+    words = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "pipelines.finetune", "sd3", "--steps", "8"]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT, env=alone)
+    assert found.returncode == 0, found.stderr
+    assert "same loss curve, to the bit" in found.stdout and "replays 10" in found.stdout
