@@ -47,7 +47,7 @@ def checked(
     memory_limit: Any,
     verify: Any,
     poison: Any,
-    collectives: Any = "record",
+    collectives: Any,
     unknown: dict[str, Any],
 ) -> Options:
     """Options, or an `OptionError`/`OptionTypeError` that says what was given and what is accepted."""

@@ -26,8 +26,7 @@ from diffgraph.ambient import Ambient
 from diffgraph.collectives import completed, is_collective, is_waiting, is_wrapping, waited
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
-from diffgraph.finetuning.generators import settings_seen
-from diffgraph.finetuning.writes import WriteLog
+from diffgraph.generators import settings_seen
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.places import calling_line
 from diffgraph.ranks import Ranks
@@ -36,6 +35,7 @@ from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
 from diffgraph.tree import flatten, map_leaves, unflatten
 from diffgraph.untraced import untraced
+from diffgraph.write_log import WriteLog
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from diffgraph.capture import Recording, check_outputs, settled
 from diffgraph.devices import Pool
 from diffgraph.errors import CaptureError, ReplayError
-from diffgraph.finetuning.writes import WriteLog
 from diffgraph.memory import Memory
 from diffgraph.ranges import opened
 from diffgraph.recorder import Recorder, record
@@ -23,6 +22,7 @@ from diffgraph.signature import Call
 from diffgraph.static_inputs import StaticInputs
 from diffgraph.tensors import has_plain_memory
 from diffgraph.tree import flatten, map_leaves, unflatten
+from diffgraph.write_log import WriteLog
 
 
 class Flight:

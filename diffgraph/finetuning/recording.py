@@ -13,7 +13,6 @@ from diffgraph.devices import Pool
 from diffgraph.errors import CaptureError, ReplayError
 from diffgraph.finetuning.gradients import Gradients, Left
 from diffgraph.finetuning.optimizers import Kept, OptimizerState
-from diffgraph.finetuning.writes import WriteLog
 from diffgraph.ranges import opened
 from diffgraph.recorder import Recorder, in_one_thread, record
 from diffgraph.sequence import GraphSequence
@@ -21,6 +20,7 @@ from diffgraph.signature import Call
 from diffgraph.static_inputs import StaticInputs
 from diffgraph.tensors import storage_of
 from diffgraph.tree import map_leaves
+from diffgraph.write_log import WriteLog
 
 Step = Callable[..., Any]
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diffgraph.devices import Pool
 from diffgraph.finetuning.gradients import Gradients
 from diffgraph.finetuning.optimizers import Kept
-from diffgraph.finetuning.writes import WriteLog
 from diffgraph.recordable import written_by
 from diffgraph.tensors import storage_of, tensors_in
+from diffgraph.write_log import WriteLog
 
 
 @contextmanager
