@@ -3,6 +3,7 @@
 from diffgraph.errors import (
     AlreadyAcceleratedError,
     CaptureError,
+    CaptureWarning,
     DiffgraphError,
     HostValueChanged,
     NoDenoiserError,
@@ -19,7 +20,6 @@ from diffgraph.pipeline import accelerate_module, accelerate_pipeline, capture, 
 from diffgraph.reasons import Reason
 from diffgraph.recorder import breakable_graph, eager_on_graph
 from diffgraph.report import Report, SignatureReport
-from diffgraph.runner import CaptureWarning
 from diffgraph.sequence import GraphSequence
 from diffgraph.shapes import CaptureShape, save_shapes
 

@@ -64,3 +64,7 @@ class RankError(DiffgraphError, RuntimeError):
 
 class OtherRankFailed(DiffgraphError, RuntimeError):
     """What all ranks had begun together is given up, since another one failed."""
+
+
+class CaptureWarning(UserWarning):
+    """A forward could not be recorded and runs eager."""

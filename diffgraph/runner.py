@@ -1,4 +1,4 @@
-"""The way of a call: signature, table look-up, guards, then replay, capture or eager."""
+"""The way of a call: signature, table look-up, guards, then the route that `visit` takes: replay, capture or eager."""
 
 from __future__ import annotations
 
@@ -6,37 +6,33 @@ import inspect
 import logging
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from diffgraph.blocks import BlockCompiler
-from diffgraph.capture import Recording, capture
+from diffgraph.capture import Recording
 from diffgraph.current import foreign_capture, intercepted, open_recorder
-from diffgraph.devices import Pool
 from diffgraph.entry import PAYS_AFTER, Entry
-from diffgraph.errors import HostValueChanged, OpNotRecordable, OtherRankFailed, RankError
+from diffgraph.errors import HostValueChanged
 from diffgraph.insistence import Insistence
 from diffgraph.memory import Memory
 from diffgraph.options import Options
-from diffgraph.prompts import PromptBuckets, is_short
-from diffgraph.ranges import named
+from diffgraph.prompts import PromptBuckets
 from diffgraph.ranks import Intent, Ranks, parallel_config, ranks_of
 from diffgraph.reasons import Reason
 from diffgraph.routes import Route, Routes
 from diffgraph.shapes import CaptureShape
-from diffgraph.side_effects import Before
 from diffgraph.signature import Call, Refused
 from diffgraph.state import State
 from diffgraph.table import Table
 from diffgraph.tensors import weights_device
 from diffgraph.traffic import asked_shape
-from diffgraph.verification import is_close, is_same, is_slower
+from diffgraph.visit import Visit
 
 if TYPE_CHECKING:
     from diffgraph.finetuning.module import GradientRunner
@@ -45,22 +41,6 @@ logger = logging.getLogger("diffgraph")
 
 #: So many recordings may not pay before new signatures are made to wait.
 FREE_CAPTURES = 16
-
-
-class CaptureWarning(UserWarning):
-    """A forward could not be recorded and runs eager."""
-
-
-class Visit(NamedTuple):
-    """One call on its way: what the caller gave, and what is recorded in its place (its prompt may be padded)."""
-
-    module: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    call: Call
-    entry: Entry
-    pool: Pool
-    ranks: Ranks | None = None  # that make this call together
 
 
 class Runner:
@@ -77,12 +57,12 @@ class Runner:
         self.wrapped = module.__dict__.get("_compiled_call_impl")  # the user's own `module.compile()`
         self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self.table = Table(name, self.positional)
-        self._state = State(options, self.positional)
-        self._break_ops: set[Any] = set()  # which failed to be recorded
+        self.state = State(options, self.positional)
+        self.break_ops: set[Any] = set()  # which failed to be recorded
         self.training: GradientRunner | None = None  # takes the calls under gradients
         self._parallel_config: Any = None
         self._ranks: Ranks | None = None
-        self._compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)
+        self.compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)
         self._paused = 0
         self._paid = 0  # recordings that have
         self._thread = threading.local()
@@ -106,15 +86,15 @@ class Runner:
         try:
             if self.insistence.wants_every_bucket:
                 self._record_every_bucket(module, args, kwargs)
-            return self._recorded(module, args, kwargs)
+            return self.routed(module, args, kwargs)
         except Refused as refused:
             ranks = self._ranks_of(module)
             if ranks is not None and ranks.is_deciding and ranks.least(Intent.EAGER, "", self.name) is None:
                 self._check_apart(ranks, module, str(refused))
             self.routes.note(Route.EAGER, refused.reason, refused.detail)
-        return self._eager(module, args, kwargs)
+        return self.eager(module, args, kwargs)
 
-    def _eager(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def eager(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ranks = self._ranks_of(module)
         issued = None if ranks is None else ranks.issued()
         try:
@@ -132,13 +112,13 @@ class Runner:
     def _forward(self, module: torch.nn.Module) -> Any:
         return self.wrapped if self.wrapped is not None else module._call_impl
 
-    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def run_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward for recordings to keep: one bound to the module would keep its weights alive."""
         module = self._module()
         assert module is not None
         return self._forward(module)(*args, **kwargs)
 
-    def _recorded(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def routed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ranks = self._ranks_of(module)
         if ranks is not None:
             ranks.begin()
@@ -159,25 +139,25 @@ class Runner:
                 entry.met = self.insistence.number
                 for known in entry.values.recorded():
                     if known.insistence != self.insistence.number:
-                        self._drop(known)
+                        self.drop(known)
             if entry.values.resting():
                 raise Refused(Reason.HOST_VALUE_CHANGED)
-            visit = Visit(module, args, kwargs, call, entry, pool, ranks)
+            visit = Visit(self, module, args, kwargs, call, entry, pool, ranks)
             changed: HostValueChanged | None = None
             wish = None if ranks is None else self._agree(ranks, visit)
             if wish is not None and wish >= Intent.VERIFY:
                 return self._replay_together(visit, wish)
             for known in entry.values.recorded():
                 try:
-                    return self._replay(visit._replace(entry=known))
+                    return visit._replace(entry=known).replay()
                 except HostValueChanged as error:
                     changed = error.with_traceback(None)  # whose frames would keep the inputs alive
             if changed is not None:
                 visit = visit._replace(entry=self._entry_for_other_values(module, entry, changed))
             is_due = self.route(entry) is Route.CAPTURE if wish is None else wish is Intent.CAPTURE
             if changed is not None or is_due:
-                return self._capture(visit)
-        return self._warm_up(visit)
+                return visit.capture()
+        return visit.warm_up()
 
     # -- with other ranks
 
@@ -201,7 +181,7 @@ class Runner:
             if signature.key() in common:
                 entry.trusted &= common[signature.key()]
             else:
-                self._drop(entry, lost=Reason.OTHER_RANK)
+                self.drop(entry, lost=Reason.OTHER_RANK)
 
     def _agree(self, ranks: Ranks, visit: Visit) -> Intent:
         """What all ranks do with this call: the least that any of them would. Raises `Refused` where that is nothing."""
@@ -222,7 +202,7 @@ class Runner:
         if agreed is Intent.EAGER:
             raise Refused(Reason.OTHER_RANK)
         if agreed < Intent.VERIFY and recording is not None:
-            self._drop(entry, lost=Reason.OTHER_RANK)
+            self.drop(entry, lost=Reason.OTHER_RANK)
         entry.trusted &= agreed is not Intent.VERIFY
         return agreed
 
@@ -234,13 +214,13 @@ class Runner:
 
     def _replay_together(self, visit: Visit, agreed: Intent) -> Any:
         try:
-            return self._replay(visit)
+            return visit.replay()
         except Refused as refused:
             if agreed is Intent.REPLAY and visit.ranks is not None:  # where it is verified, all ranks have given up
                 self._check_apart(visit.ranks, visit.module, str(refused))
             raise
         except HostValueChanged as changed:
-            self._drop(visit.entry, lost=Reason.HOST_VALUE_CHANGED)
+            self.drop(visit.entry, lost=Reason.HOST_VALUE_CHANGED)
             raise Refused(Reason.HOST_VALUE_CHANGED, str(changed)) from None
 
     def _record_every_bucket(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -258,7 +238,7 @@ class Runner:
             # The pipeline's second step, of other values, verifies what the first has recorded.
             if missing or (step == 2 and entry is not None and entry.recording is not None and not entry.trusted):
                 try:
-                    self._recorded(module, resized.args, resized.kwargs)
+                    self.routed(module, resized.args, resized.kwargs)
                 except Refused:
                     pass
                 except torch.OutOfMemoryError:
@@ -271,7 +251,7 @@ class Runner:
         logger.info("%s: the forward raises %r", self.table.label(call.signature), error)
         entry = self.table.entries.get(call.signature)
         if entry is not None:
-            self._drop(entry, refused=Reason.CAPTURE_FAILED)
+            self.drop(entry, refused=Reason.CAPTURE_FAILED)
 
     # -- deciding
 
@@ -287,7 +267,7 @@ class Runner:
     def _check_state(self, module: torch.nn.Module) -> tuple[torch.device, PromptBuckets | None]:
         """The device of the weights, and how prompts are padded. Drops every recording when what it relies on has changed; raises
         `Refused` when nothing can be relied on."""
-        state = self._state
+        state = self.state
         if state.is_resting:
             if state.rest():
                 self._drop_all(state.last_change)
@@ -303,7 +283,7 @@ class Runner:
 
     def _drop_all(self, reason: Reason) -> None:
         for entry in self.table.all_entries():
-            self._drop(entry, lost=reason if entry.recording is not None else entry.lost or entry.refused)
+            self.drop(entry, lost=reason if entry.recording is not None else entry.lost or entry.refused)
             entry.seen = 0
             entry.refused = entry.refusal(reason)
 
@@ -340,15 +320,15 @@ class Runner:
         if not worth and values.widen(_like(changed.reader, readers, module)):
             worth = True
             for recorded in known:
-                self._drop(recorded)
+                self.drop(recorded)
         elif not worth:
             for recorded in known:
                 if recorded.recent_replays == 0:
-                    self._drop(recorded, lost=Reason.HOST_VALUE_CHANGED)
+                    self.drop(recorded, lost=Reason.HOST_VALUE_CHANGED)
         room = values.room() if worth else None
         if room is None:
             raise Refused(Reason.HOST_VALUE_CHANGED, str(changed))
-        self._drop(room)
+        self.drop(room)
         return room
 
     def _wait(self, entry: Entry) -> int:
@@ -362,48 +342,13 @@ class Runner:
 
     # -- the three routes
 
-    def _warm_up(self, visit: Visit) -> Any:
-        """The eager call that a capture needs before it: caches fill, kernels are chosen, side effects show."""
-        module, args, kwargs, call, entry, pool, ranks = visit
-        versions = self._state.versions()
-        before, forbidden = None, None
-        try:
-            before = Before(args, kwargs)
-        except torch.OutOfMemoryError:  # eager alone may fit
-            forbidden = Reason.OUT_OF_MEMORY
-        known = Reason.WARM_UP if self.insistence.is_on else entry.lost or Reason.UNSEEN_SIGNATURE
-        self.routes.note(Route.EAGER, forbidden or known)
-        rng = pool.rng_state()
-        output = self._eager(module, args, kwargs)
-        if before is not None:
-            forbidden = before.forbids(args, kwargs, is_padded=call.prompt is not None and call.prompt.is_padded)
-        if forbidden is None and not pool.replayable_rng(rng):
-            forbidden = Reason.SIDE_EFFECTS
-        if ranks is not None:
-            forbidden = ranks.verdict(forbidden)
-        with pool.lock:
-            if forbidden is not None:
-                self._drop(entry, refused=forbidden)
-            elif self._changed_state(module, entry):
-                pass
-            elif self._state.versions() != versions:
-                self._note_escape(entry)  # others read the tensor afresh
-            else:
-                entry.seen += 1
-        if self.insistence.is_on and entry.recording is None:
-            refused = entry.refused if ranks is None else ranks.verdict(entry.refused)
-            if refused is not None or before is None:
-                return output
-            return self._recorded(module, *before.arguments())
-        return output
-
-    def _changed_state(self, module: torch.nn.Module, entry: Entry) -> bool:
+    def changed_state(self, module: torch.nn.Module, entry: Entry) -> bool:
         """Whether the forward itself, while it ran eagerly, changed what recordings rely on: a cache that fills, which is over by
         the next call, or state, which is not. What others have recorded may rely on what was there before."""
-        change = self._state.change()
+        change = self.state.change()
         if change is None:
             return False
-        self._state.take(module)
+        self.state.take(module)
         for other in self.table.all_entries():
             if other.recording is None:
                 continue
@@ -411,204 +356,17 @@ class Runner:
             if self.options.verify and change is Reason.ATTRIBUTES_CHANGED and other is not entry:
                 other.trusted, other.trusted_padded, other.doubted = False, False, True
             else:
-                self._drop(other, lost=change)
-        self._note_escape(entry)
+                self.drop(other, lost=change)
+        self.note_escape(entry)
         return True
 
-    def _note_escape(self, entry: Entry) -> None:
+    def note_escape(self, entry: Entry) -> None:
         entry.escapes += 1
         if entry.escapes > 2:
-            self._drop(entry, refused=Reason.SIDE_EFFECTS)
+            self.drop(entry, refused=Reason.SIDE_EFFECTS)
 
-    def _capture(self, visit: Visit) -> Any:
-        module, _, _, call, entry, pool, ranks = visit
-        before = pool.bytes()
-        try:
-            with nullcontext() if ranks is None else ranks.step(f"the capture of {entry.label}"):
-                recording, output = capture(
-                    module,
-                    self._run_forward,
-                    call,
-                    pool,
-                    backend=self.options.backend,
-                    breaks=self.options.breaks,
-                    more_breaks=entry.values.breaks,
-                    break_ops=self._break_ops,
-                    compiler=self._compiler if ranks is None else None,  # each rank would compile in its own time
-                    ranks=ranks,
-                    collectives=self.options.collectives,
-                )
-                if ranks is not None:
-                    ranks.wait_for(pool)
-        except RankError:
-            raise
-        except OtherRankFailed as error:
-            self._drop(entry, lost=Reason.OTHER_RANK)
-            raise Refused(Reason.OTHER_RANK, str(error)) from None
-        except OpNotRecordable as error:
-            if error.op in self._break_ops or (ranks is not None and len(set(ranks.failures)) > 1):
-                raise self._failed(entry, error) from error
-            self._break_ops.add(error.op)
-            logger.info("%s: %s is a break from now on", entry.label, error.op)
-            return self._capture(visit)
-        except torch.OutOfMemoryError:
-            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
-            raise Refused(Reason.OUT_OF_MEMORY) from None
-        except Exception as error:
-            raise self._failed(entry, error) from error
-        if call.prompt is not None and call.prompt.is_padded:
-            wrong = self._wrong_padding(visit, recording, output)
-            if wrong is not None:
-                recording.release()
-                self._drop(entry, refused=wrong)
-                raise Refused(wrong)
-        self.routes.note(Route.CAPTURE)
-        recording.follow(visit.args, visit.kwargs)
-        if recording.unused_breaks:
-            names = ", ".join(map(repr, recording.unused_breaks))
-            text = f"diffgraph: breaks names {names}, which the forward never called (under that name): recorded without a break"
-            warnings.warn(text, CaptureWarning, stacklevel=4)
-        if recording.wrote_inputs:
-            recording.inputs.copy_back(call.leaves)
-            recording.release()
-            self._drop(entry, refused=Reason.SIDE_EFFECTS)
-        elif self._changed_state(module, entry) or self.table.entries.get(call.signature) is not entry.values.first:
-            recording.release()
-        elif recording.escaped:
-            # The result is right, but a cache of the model now holds what a replay would overwrite. It is full: once more.
-            recording.release()
-            self._note_escape(entry)
-        else:
-            entry.recording, entry.lost, entry.insistence = recording, None, self.insistence.number
-            entry.memory_bytes = pool.bytes() - before
-            if not self.memory.admit(entry, pool):
-                entry.refused = Reason.OUT_OF_MEMORY
-        return output
-
-    def _failed(self, entry: Entry, error: Exception) -> Refused:
-        self._drop(entry, refused=Reason.CAPTURE_FAILED)
-        warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=5)
-        return Refused(Reason.CAPTURE_FAILED, str(error))
-
-    def _wrong_padding(self, visit: Visit, recording: Recording, output: Any) -> Reason | None:
-        """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
-        if recording.wrote_inputs or recording.left is not None:
-            return Reason.SIDE_EFFECTS
-        if self.options.verify and not is_close(output, self._eager(visit.module, visit.args, visit.kwargs), visit.module):
-            return Reason.VERIFY_FAILED
-        return None
-
-    def _replay(self, visit: Visit) -> Any:
-        entry = visit.entry
-        recording = entry.recording
-        assert recording is not None
-        if self.options.verify and not entry.is_trusted(visit.call.prompt):
-            return self._verify(visit, recording)
-        output = self._run(visit, recording)
-        recording.follow(visit.args, visit.kwargs)
-        self._note_replay(entry, recording)
-        return output
-
-    def _run_watched(self, visit: Visit, recording: Recording) -> Any:
-        """A replay that other ranks may have to give up together with this one."""
-        if visit.ranks is None:
-            return self._run(visit, recording)
-        try:
-            with visit.ranks.step(f"the first replay of {visit.entry.label}"):
-                visit.ranks.before("the replay")
-                output = self._run(visit, recording, visit.ranks)
-                visit.ranks.wait_for(recording.pool)
-                return output
-        except OtherRankFailed as error:
-            self._drop(visit.entry, lost=Reason.OTHER_RANK)
-            raise Refused(Reason.OTHER_RANK, str(error)) from None
-
-    def _run(self, visit: Visit, recording: Recording, watchers: Ranks | None = None) -> Any:
-        entry, call, pool = visit.entry, visit.call, recording.pool
-        rng = pool.rng_state() if recording.draws else None
-        run = recording.run if watchers is None else partial(recording.run, ranks=watchers)
-        try:
-            # What an unfinished replay drew, eager draws again.
-            with _undone(lambda: pool.set_rng_state(rng)) if recording.draws else nullcontext(), _not_halfway(visit, watchers):
-                return named(entry.label, run, call)
-        except (HostValueChanged, OtherRankFailed, RankError):
-            raise  # another recording of this signature may fit; or all ranks give it up; or none can go on
-        except torch.OutOfMemoryError:
-            self._drop(entry, lost=Reason.OUT_OF_MEMORY)
-            raise Refused(Reason.OUT_OF_MEMORY) from None
-        except Exception as error:
-            self._drop(entry, refused=Reason.CAPTURE_FAILED)
-            warnings.warn(f"diffgraph: {entry.label} runs eager: its replay raised {error!r}", CaptureWarning, stacklevel=5)
-            raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
-
-    def _verify(self, visit: Visit, recording: Recording) -> Any:
-        """The first replay beside eager on the same inputs; equal to the bit, or this signature stays eager."""
-        module, args, kwargs, call, entry, pool, ranks = visit
-        rng = pool.rng_state() if recording.draws else None
-        replayed, replay_ms = self._timed(visit, lambda: self._run_watched(visit, recording))
-        if rng is not None:
-            pool.set_rng_state(rng)
-        output, eager_ms = self._timed(visit, lambda: self._eager(module, args, kwargs))
-        try:
-            same = is_same(replayed, output, recording, module, self._run_forward, call) and recording.did(args, kwargs)
-            reason = self._distrust(visit, recording, same)
-        except torch.OutOfMemoryError:  # of the comparison, which needs memory of its own
-            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
-            reason = Reason.OUT_OF_MEMORY
-        if ranks is not None and ranks.verdict(reason) is not None and reason is None:
-            reason = Reason.OTHER_RANK
-            self._drop(entry, lost=reason)
-        if reason is None:
-            reason = self._slowness(visit, recording, replay_ms, eager_ms)
-        if reason is None:
-            entry.trusted, entry.doubted = True, False
-            entry.trusted_padded |= is_short(call.prompt)
-            self._note_replay(entry, recording)
-        else:
-            self.routes.note(Route.EAGER, reason)
-        return output
-
-    def _timed(self, visit: Visit, fn: Callable[[], Any]) -> tuple[Any, float | None]:
-        """What `fn` returns, and how long the device took; with other ranks, as long as the slowest of them."""
-        if visit.ranks is not None:
-            visit.ranks.largest(0.0)  # start together
-        result, ms = visit.pool.timed(fn)
-        return result, ms if visit.ranks is None else visit.ranks.largest(ms)
-
-    def _distrust(self, visit: Visit, recording: Recording, same: bool) -> Reason | None:
-        """Why a replay is not to be trusted after all, its recording given up; `None` when it is."""
-        entry = visit.entry
-        if entry.recording is not recording:  # eager ran out of memory and took ours
-            return Reason.OUT_OF_MEMORY
-        if self._changed_state(visit.module, entry):
-            return Reason.SIDE_EFFECTS
-        if not same and entry.doubted:
-            self._drop(entry, lost=Reason.SIDE_EFFECTS)
-            return Reason.SIDE_EFFECTS
-        if not same:
-            self._drop(entry, refused=Reason.VERIFY_FAILED)
-            text = f"diffgraph: {entry.label} runs eager: its replay differed from eager"
-            warnings.warn(text, CaptureWarning, stacklevel=6)
-            return Reason.VERIFY_FAILED
-        return None
-
-    def _slowness(self, visit: Visit, recording: Recording, replay_ms: float | None, eager_ms: float | None) -> Reason | None:
-        """Why a replay that is right is still given up: eager is faster, or a replay that was made to be timed failed."""
-        if self.options.backend == "eager":  # which is for debugging
-            return None
-        again = partial(self._timed, visit, lambda: self._run_watched(visit, recording))
-        try:
-            slower = is_slower(recording, again, replay_ms, eager_ms)
-        except Refused as refused:
-            return refused.reason
-        if not slower:
-            return None
-        self._drop(visit.entry, refused=Reason.NOT_FASTER)
-        logger.info("%s runs eager: a replay takes %s ms, eager %s ms", visit.entry.label, replay_ms, eager_ms)
-        return Reason.NOT_FASTER
-
-    def _note_replay(self, entry: Entry, recording: Recording) -> None:
-        self._state.lasts()
+    def note_replay(self, entry: Entry, recording: Recording) -> None:
+        self.state.lasts()
         entry.values.fitted(entry)
         self.memory.touch(entry, recording.pool)
         entry.replays += 1
@@ -616,7 +374,7 @@ class Runner:
         self._paid += entry.recent_replays == PAYS_AFTER
         self.routes.note(Route.REPLAY)
 
-    def _drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
+    def drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
         """Give up an entry's recording, if it has one, and say why (`lost`), or that it is not to be tried again (`refused`)."""
         recording = entry.recording
         if recording is not None:
@@ -635,17 +393,17 @@ class Runner:
 
     def release(self) -> None:
         """Drop everything that is recorded, and all that is known. Takes no lock of ours while it waits for a pool's."""
-        self._state.fingerprint = None
+        self.state.fingerprint = None
         if self.training is not None:
             self.training.release()
         for entry in self.table.clear():
-            self._drop(entry)
+            self.drop(entry)
 
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""
-        self._state.forgive()
-        if self._compiler is not None:
-            self._compiler.forgive()
+        self.state.forgive()
+        if self.compiler is not None:
+            self.compiler.forgive()
         for entry in self.table.all_entries():
             entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
             entry.values.forgive()
@@ -667,7 +425,7 @@ class Runner:
     def pending_change(self) -> Reason | None:
         """What has changed since recordings were made, and is not acted upon before the next call."""
         with self._state_lock:
-            return self._state.last_change if self._state.is_resting else self._state.change()
+            return self.state.last_change if self.state.is_resting else self.state.change()
 
     @contextmanager
     def probed(self, probe: Callable[[Runner, torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
@@ -697,31 +455,6 @@ def unforeseen(prompts: PromptBuckets | None, args: tuple[Any, ...], kwargs: dic
     """Why nothing is recorded for a call of a new signature where only start-up records."""
     too_long = prompts is not None and prompts.too_long(args, kwargs)
     return Reason.PROMPT_TOO_LONG if too_long else Reason.UNSEEN_SIGNATURE
-
-
-@contextmanager
-def _not_halfway(visit: Visit, watchers: Ranks | None) -> Iterator[None]:
-    """Raise `RankError` where a replay fails after a collective, and the other ranks, unknowing, wait for the rest of it."""
-    try:
-        yield
-    except Exception as error:
-        recording = visit.entry.recording
-        failed = None if recording is None or watchers is not None else recording.sequence.failed_halfway
-        if visit.ranks is None or failed is None:
-            raise
-        raise visit.ranks.parted(
-            f"a replay of {visit.entry.label} raised {error!r} in {failed}, after a collective; the other ranks wait for the rest"
-        ) from error
-
-
-@contextmanager
-def _undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Call `undo` when what is inside raises."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
 
 
 def _like(reader: torch.nn.Module | None, readers: list[torch.nn.Module], module: torch.nn.Module) -> list[str]:

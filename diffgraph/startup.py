@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from diffgraph.errors import ShapeError
+from diffgraph.errors import CaptureWarning, ShapeError
 from diffgraph.memory import free_memory
 from diffgraph.prompt_arguments import Batch, batches, prompt_arguments, recorded_length
 from diffgraph.reasons import Reason
-from diffgraph.runner import CaptureWarning, Runner
+from diffgraph.runner import Runner
 from diffgraph.shapes import CaptureShape
 
 #: Enough for the two denoisers of a pipeline that switches between them midway, and the fewest that every scheduler takes.

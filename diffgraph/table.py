@@ -52,6 +52,10 @@ class Table:
         if len(self.entries) >= MAX_ENTRIES:
             raise Refused(Reason.UNSEEN_SIGNATURE, f"{MAX_ENTRIES} signatures are known already")
 
+    def knows(self, signature: Signature, entry: Entry) -> bool:
+        """Whether it is still the signature's entry, or one of its values'."""
+        return self.entries.get(signature) is entry.values.first
+
     def note_unseen(self, call: Call) -> str:
         """Of a call whose signature is not to be added; returns its label."""
         label = self.label(call.signature)

@@ -513,7 +513,7 @@ def test_running_out_of_memory_in_a_comparison_still_gives_the_picture(place, nt
 def test_an_error_in_a_replay_that_is_made_to_be_timed_still_gives_the_picture(monkeypatch):
     t, inputs = flux()
     accelerated(t)
-    monkeypatch.setattr(CpuPool, "timed", lambda self, fn: (fn(), 1.0 if "_eager" in fn.__code__.co_names else 2.0))
+    monkeypatch.setattr(CpuPool, "timed", lambda self, fn: (fn(), 1.0 if "eager" in fn.__code__.co_names else 2.0))
     real, seen = Recording.run, []
 
     def fragile(recording, leaves):
@@ -585,7 +585,7 @@ def test_a_signature_measured_slower_than_eager_is_demoted_and_its_memory_freed(
     replay_ms = [2.0]
 
     def timed(self, fn):
-        in_eager = "_eager" in fn.__code__.co_names
+        in_eager = "eager" in fn.__code__.co_names
         return fn(), 1.0 if in_eager else replay_ms[0]
 
     monkeypatch.setattr(CpuPool, "timed", timed)

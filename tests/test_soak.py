@@ -73,7 +73,7 @@ def test_an_error_that_escapes_is_found_out(monkeypatch):
     def careless(*_):
         raise RuntimeError("not caught")
 
-    monkeypatch.setattr(diffgraph.runner.Runner, "_note_replay", careless)
+    monkeypatch.setattr(diffgraph.runner.Runner, "note_replay", careless)
     run = soak.Soak(families=("pixart",), acts=only("loop")).run(steps=4)
     assert run.tally.escapes > 0 and not run.ok
 

@@ -27,7 +27,7 @@ import diffgraph
 from benchmarks._soak import faults
 from benchmarks._soak.subject import DTYPES, Subject
 from benchmarks._soak.tally import Outcome, Tally, no_grad
-from diffgraph.runner import CaptureWarning
+from diffgraph.errors import CaptureWarning
 from diffgraph.tree import map_leaves
 
 

@@ -13,6 +13,7 @@ from diffgraph.compare import same_bits
 from diffgraph.current import foreign_capture, intercepted, open_recorder
 from diffgraph.devices import SUPPORTED
 from diffgraph.entry import Entry
+from diffgraph.errors import CaptureWarning
 from diffgraph.finetuning.pair import Pair
 from diffgraph.finetuning.state import TrainingState
 from diffgraph.finetuning.verification import is_close
@@ -20,7 +21,6 @@ from diffgraph.memory import Memory
 from diffgraph.options import Options
 from diffgraph.reasons import Reason
 from diffgraph.routes import Route, Routes
-from diffgraph.runner import CaptureWarning
 from diffgraph.signature import Call, Refused
 from diffgraph.static_inputs import StaticInputs
 from diffgraph.table import Table

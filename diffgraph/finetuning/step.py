@@ -15,7 +15,7 @@ import torch
 from diffgraph.current import foreign_capture, intercepted, open_recorder
 from diffgraph.devices import SUPPORTED
 from diffgraph.entry import Entry
-from diffgraph.errors import OptionError, OptionTypeError, ReplayError
+from diffgraph.errors import CaptureWarning, OptionError, OptionTypeError, ReplayError
 from diffgraph.finetuning import optimizers as optimizers_of
 from diffgraph.finetuning.reads import Reads, change
 from diffgraph.finetuning.recording import StepRecording, capture_step, detached, run_eagerly
@@ -28,7 +28,6 @@ from diffgraph.ranges import named
 from diffgraph.reasons import Reason
 from diffgraph.report import Report
 from diffgraph.routes import Route, Routes
-from diffgraph.runner import CaptureWarning
 from diffgraph.signature import Call, Refused, describe_leaf
 from diffgraph.table import Table
 
