@@ -20,7 +20,10 @@ from hypothesis import strategies as st
 
 import diffgraph
 import pipelines
-from diffgraph.compare import same_bits
+from diffgraph.compare import close, same_bits
+from diffgraph.devices.cpu import CpuPool
+from diffgraph.finetuning.recording import StepRecording
+from diffgraph.write_log import WriteLog
 from pipelines import finetune
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -354,6 +357,114 @@ def test_what_changes_at_each_step_is_not_looked_at_each_time():
             twins.both(lambda loop, i=i: loop.optimizer.param_groups[0].update(weight_decay=i / 1000))
         routes.append(twins(batch()))
     assert set(routes[:24]) == {"optimizer_changed"} and routes[-3:] == ["replay"] * 3
+
+
+# -- the first replay, made twice
+
+
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("made up")
+
+
+def the_first_copy(monkeypatch):
+    monkeypatch.setattr(WriteLog, "contents", no_memory)
+
+
+def the_copy_of(count):
+    def fail(monkeypatch):
+        made, values = [], WriteLog.values
+
+        def values_or_not(*args, **kwargs):
+            made.append(None)
+            return no_memory() if len(made) == count else values(*args, **kwargs)
+
+        monkeypatch.setattr(WriteLog, "values", values_or_not)
+
+    return fail
+
+
+@pytest.mark.parametrize("fail", [the_first_copy, the_copy_of(1), the_copy_of(2)])
+def test_without_memory_for_the_comparison_the_step_is_made_once(fail, monkeypatch):
+    twins = Twins()
+    twins.times(3, batch())
+    with monkeypatch.context() as patched:
+        fail(patched)
+        assert twins(batch()) == "out_of_memory"
+    assert twins.times(2, batch()) == ["out_of_memory"] * 2
+
+
+def test_a_step_that_runs_out_of_memory_itself_is_not_made_again():
+    class Late(Loop):
+        fails = False
+
+        def step(self, x):
+            output = super().step(x, update=False)
+            if self.fails:
+                no_memory()
+            return output
+
+    loop = Late()
+    step = recorded(loop, lambda x: loop.step(x))
+    for _ in range(2):
+        step(batch())
+        loop.optimizer.zero_grad()
+    twin = copy.deepcopy(loop.net)
+    torch.manual_seed(1)
+    Late.fails = True
+    with pytest.raises(torch.OutOfMemoryError):
+        step(batch())
+    torch.manual_seed(1)
+    x = batch()
+    (twin(x + 0.1 * torch.randn_like(x)) - x).square().mean().backward()
+    assert same_bits([p.grad for p in loop.net.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_a_gradient_that_cannot_be_kept_is_not_added_twice():
+    class Sparse(Loop):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Embedding(9, 4, sparse=True)
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=torch.tensor(0.1), fused=True)
+
+        def step(self, x):
+            loss = self.net(x.long().abs()).square().mean()
+            loss.backward()
+            return loss
+
+    twins = Twins(Sparse)
+    twins.eager.everything = twins.recorded.everything = lambda: None
+    with pytest.warns(diffgraph.CaptureWarning, match="gradient of layout"):
+        twins.times(3, batch())
+    assert torch.equal(twins.eager.net.weight.grad.to_dense(), twins.recorded.net.weight.grad.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("share, route", [(1, "replay"), (0, "verify_failed"), (-1, "verify_failed")])
+def test_where_kernels_add_in_no_fixed_order_a_wrong_step_is_still_told_from_noise(share, route, monkeypatch):
+    """A replay that makes no step, or one the other way."""
+    twins = Twins()
+    twins.times(3, batch())
+    weights, run = list(twins.recorded.net.parameters()), StepRecording.run
+
+    @torch.no_grad()
+    def run_a_share(recording, call):
+        before = [w.clone() for w in weights]
+        output = run(recording, call)
+        for weight, then in zip(weights, before, strict=True):
+            weight.copy_(torch.lerp(then, weight, share))
+        return output
+
+    monkeypatch.setattr(StepRecording, "run", run_a_share)
+    monkeypatch.setattr(CpuPool, "runs_while_recording", False)
+    assert twins(batch()) == route
+
+
+def test_results_are_not_close_where_a_dtype_differs_or_one_lacks_a_gradient():
+    gradient = torch.ones(3)
+    assert close([gradient, None], [gradient * 1.1, None], tolerance=0.25)
+    assert not close([gradient, None], [gradient * 1.5, None], tolerance=0.25)
+    assert not close([gradient, None], [None, gradient], tolerance=0.25)
+    assert not close([gradient], [gradient.bfloat16()], tolerance=0.25)
 
 
 # -- what else belongs to training

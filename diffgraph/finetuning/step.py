@@ -254,7 +254,14 @@ class TrainingStep:
         before, rng = self._reads.contents(), pool.rng_state()
         self.routes.note(Route.EAGER, entry.lost or self._just_changed or Reason.UNSEEN_SIGNATURE)
         output = run_eagerly(self._step_fn, args, kwargs)
-        self._state.gradients.bring_home()
+        try:
+            self._state.gradients.bring_home()
+        except Refused as refused:  # the step is made, and eager would be a second one
+            self._refuse(entry, refused.reason, refused.detail)
+            return output
+        except torch.OutOfMemoryError:
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            return output
         if not pool.replayable_rng(rng):
             self._refuse(entry, Reason.SIDE_EFFECTS, "it draws random numbers on the host; draw them on the device")
         elif (changed := self._changed(before)) is None:
@@ -316,15 +323,15 @@ class TrainingStep:
         return output
 
     def _verify(self, entry: Entry, recording: StepRecording, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            output, entry.trusted = replay_and_compare(
-                recording, call, self._state.gradients, lambda: run_eagerly(self._step_fn, args, kwargs)
-            )
-        except torch.OutOfMemoryError:
-            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
-            raise Refused(Reason.OUT_OF_MEMORY, "of the copies that verify=True makes") from None
+        output, same = replay_and_compare(
+            recording, call, self._state.gradients, lambda: run_eagerly(self._step_fn, args, kwargs)
+        )
+        entry.trusted = same is True
         if entry.trusted:
             self._note_replay(entry, recording)
+        elif same is None:
+            self.routes.note(Route.EAGER, Reason.OUT_OF_MEMORY, "of the copies that verify=True makes")
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
         else:
             self.routes.note(Route.EAGER, Reason.VERIFY_FAILED)
             self._refuse(entry, Reason.VERIFY_FAILED, "its replay differed from eager")
@@ -367,7 +374,10 @@ class TrainingStep:
         before = self._reads.contents()
         with undone(self._state.gradients, self._optimizers, self.memory.pool(self._state.device)):
             run_eagerly(self._step_fn, batch, {})
-            self._state.gradients.bring_home()  # where it leaves any: a place is kept
+            try:
+                self._state.gradients.bring_home()  # where it leaves any: a place is kept
+            except Refused as refused:
+                raise OptionError(f"the step cannot be recorded: {refused}") from None
             changed = self._state.change()
         left = change(before)
         if left is not None:
