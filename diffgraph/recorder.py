@@ -206,9 +206,7 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> None:
         if self.failure is not None:
             raise CaptureError(f"a break raised {self.failure!r} during capture") from self.failure
-        if self._log is not None and self._log.is_for_undoing:
-            self._log.before_running()
-        self._close()
+        self._close(is_last=True)
 
     def abort(self) -> None:
         self._pending.clear()
@@ -219,7 +217,7 @@ class Recorder(TorchDispatchMode):
             segment.abort()
         self.sequence.reset()
 
-    def _close(self) -> None:
+    def _close(self, *, is_last: bool = False) -> None:
         """End the open segment, hand it the results it waits for, and let it run."""
         self._join()
         segment, self._segment = self._segment, None
@@ -233,10 +231,13 @@ class Recorder(TorchDispatchMode):
             raise
         self.sequence.steps.append(segment)
         if not self.pool.runs_while_recording:
-            for _, binding, result in self._pending:
-                binding.accept(result, "")
-            self._pending.clear()
-            segment.replay()
+            with self.left():  # no op of the forward follows
+                for _, binding, result in self._pending:
+                    binding.accept(result, "")
+                self._pending.clear()
+                if self._log is not None and (self._log.is_for_undoing or not is_last):
+                    self._log.before_running()  # before `end` they would be recorded: copies of what the segment has written
+                segment.replay()
 
     def _join(self) -> None:
         """Wait for what is under way: no graph may end before that."""
@@ -376,8 +377,6 @@ class Recorder(TorchDispatchMode):
         try:
             if self.whole:
                 raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")
-            if self._log is not None:
-                self._log.before_running()
             self._close()
             step = Break(name, fn, *map_leaves(self._break_input, (args, kwargs)))
             step.where = calling_line()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -17,12 +18,16 @@ import torch
 from _training import SETTLED, Checkpointed, Loop, LoraLoop, Twins, batch, recorded, route_of, sd3  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import _disable_current_modes
 
 import diffgraph
 import pipelines
 from diffgraph.compare import close, same_bits
-from diffgraph.devices.cpu import CpuPool
+from diffgraph.devices.cpu import CpuPool, TapeSegment
 from diffgraph.finetuning.recording import StepRecording
+from diffgraph.recordable import written_by
+from diffgraph.recorder import record
+from diffgraph.sequence import GraphSequence
 from diffgraph.write_log import WriteLog
 from pipelines import finetune
 
@@ -357,6 +362,51 @@ def test_what_changes_at_each_step_is_not_looked_at_each_time():
             twins.both(lambda loop, i=i: loop.optimizer.param_groups[0].update(weight_decay=i / 1000))
         routes.append(twins(batch()))
     assert set(routes[:24]) == {"optimizer_changed"} and routes[-3:] == ["replay"] * 3
+
+
+class OnlyRecorded(TapeSegment):
+    """As on a GPU, what the ops write is there after `replay` and not before; while it is open, a copy is one of the future."""
+
+    def __init__(self, pool):
+        super().__init__(pool)
+        self._before = {}
+
+    def run(self, func, args, kwargs):
+        for tensor in written_by(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            self._before.setdefault(storage._cdata, (storage, storage.clone()))
+        return super().run(func, args, kwargs)
+
+    def end(self):
+        with _disable_current_modes():
+            for storage, before in self._before.values():
+                storage.copy_(before)
+
+
+class OnlyRecording(CpuPool):
+    runs_while_recording = False
+
+    def open_segment(self):
+        return OnlyRecorded(self)
+
+
+@pytest.mark.parametrize("is_for_undoing", [False, True])
+def test_what_a_segment_will_write_is_kept_before_it_runs_and_not_by_the_segment(is_for_undoing):
+    """It failed after its second segment has run, or it was recorded only to be undone."""
+    weight, other, shown = torch.zeros(2), torch.zeros(2), []
+    log, sequence = WriteLog(is_for_undoing=is_for_undoing), GraphSequence(OnlyRecording(torch.device("cpu")))
+    with contextlib.suppress(ZeroDivisionError), record(sequence, weights=[weight, other], log=log):
+        for _ in range(2):
+            weight += 1
+            look = diffgraph.eager_on_graph(lambda *seen: shown.append([float(t[0]) for t in seen]))
+            look(weight, other)
+            other += 2
+        if not is_for_undoing:
+            raise ZeroDivisionError
+    assert shown == [[1, 0], [2, 2]]
+    log.undo()
+    assert weight.tolist() == other.tolist() == [0, 0]
+    assert len(log.tensors) == 2
 
 
 # -- the first replay, made twice
