@@ -24,6 +24,7 @@ import diffgraph
 import pipelines
 from diffgraph.compare import close, same_bits
 from diffgraph.devices.cpu import CpuPool, TapeSegment
+from diffgraph.finetuning.bytecode import paths_of
 from diffgraph.finetuning.recording import StepRecording
 from diffgraph.recordable import written_by
 from diffgraph.recorder import record
@@ -659,6 +660,112 @@ def test_numbers_that_the_step_reads_by_name_are_part_of_the_signature(where):
     assert [route_of(step, batch())[1] for _ in range(3)] == ["unseen_signature", "capture", "replay"]
 
 
+def weighted(loop, weight):
+    def step_fn(x):
+        loss = weight() * (loop.net(x) - x).square().mean()
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        return loss
+
+    return step_fn
+
+
+@pytest.mark.parametrize("way", ["key", "nested", "computed", "iterated", "attribute"])
+def test_numbers_in_a_list_or_dict_that_the_step_reads_are_part_of_the_signature(way):
+    weights, loop = {"a": [1.0, 2.0], "b": 1.0}, Loop()
+    owner = SimpleNamespace(weights=weights)
+    ways = {
+        "key": lambda: weights["b"],
+        "nested": lambda: weights["a"][0],
+        "computed": lambda: weights.get("xb"[1:]),
+        "iterated": lambda: sum(weights["a"]),
+        "attribute": lambda: owner.weights["b"],
+    }
+    step = recorded(loop, weighted(loop, ways[way]))
+    assert [route_of(step, batch())[1] for _ in range(5)] == SETTLED
+    weights["a"][0] = weights["b"] = 100.0
+    twin = copy.deepcopy(loop.net)
+    losses = [route_of(step, batch()) for _ in range(3)]
+    assert [route for _, route in losses] == ["unseen_signature", "capture", "replay"]
+    torch.manual_seed(0)
+    assert torch.isclose(losses[0][0], ways[way]() * (twin.eval()(batch()) - batch()).square().mean(), rtol=0.5)
+    weights["a"][0] = weights["b"] = 1.0
+    assert route_of(step, batch())[1] == "replay"
+
+
+def test_a_tensor_in_a_list_that_the_step_reads_must_stay_the_same_one():
+    loop, kept = Loop(), [torch.tensor(1.0)]
+    step = recorded(loop, weighted(loop, lambda: kept[0]))
+    assert [route_of(step, batch())[1] for _ in range(5)] == SETTLED
+    kept[0].fill_(2.0)
+    assert route_of(step, batch())[1] == "replay"
+    kept[0] = torch.tensor(3.0)
+    assert [route_of(step, batch())[1] for _ in range(3)] == ["attributes_changed", "capture", "replay"]
+
+
+@pytest.mark.parametrize("kind", [list, int])
+def test_a_step_that_changes_what_it_reads_at_each_call_is_given_up(kind):
+    loop, kept, count = Loop(), [], 0
+
+    def changing():
+        nonlocal count
+        if kind is list:
+            kept.append(0.5)
+        else:
+            count += 1
+        return 1.0
+
+    step = recorded(loop, weighted(loop, changing))
+    with pytest.warns(diffgraph.CaptureWarning, match="which a replay would not do"):
+        routes = [route_of(step, batch())[1] for _ in range(8)]
+    assert routes[-2:] == ["side_effects"] * 2
+
+
+def test_more_values_than_a_signature_holds_are_not_recorded():
+    loop, table = Loop(), list(range(5000))
+    step = recorded(loop, weighted(loop, lambda: table[1]))
+    assert [route_of(step, batch())[1] for _ in range(3)] == ["unsupported_input"] * 3
+
+
+def test_attributes_are_found_in_the_bytecode_of_every_python():
+    """`f(x, self.args.weight)`, as 3.10, 3.13 and 3.14 compile it; and with so many names that one needs a prefix."""
+    codes = [
+        [("LOAD_FAST", "x"), ("LOAD_FAST", "self"), ("LOAD_ATTR", "args"), ("LOAD_ATTR", "weight")],
+        [("LOAD_FAST_LOAD_FAST", ("x", "self")), ("LOAD_ATTR", "args"), ("LOAD_ATTR", "weight")],
+        [("LOAD_FAST_BORROW_LOAD_FAST_BORROW", ("x", "self")), ("LOAD_ATTR", "args"), ("LOAD_ATTR", "weight")],
+        [("STORE_FAST_LOAD_FAST", ("x", "self")), ("EXTENDED_ARG", 1), ("LOAD_ATTR", "args"), ("LOAD_ATTR", "weight")],
+    ]
+    for code in codes:
+        instructions = [SimpleNamespace(opname=name, argval=argument) for name, argument in code]
+        assert list(paths_of(instructions)) == [("self", ("args",)), ("self", ("args", "weight"))]
+    cut = [SimpleNamespace(opname=name, argval=argument) for name, argument in [*codes[0][:2], ("CALL", 0), codes[0][2]]]
+    assert list(paths_of(cut)) == []
+
+
+@pytest.mark.parametrize("way", ["closure", "attribute", "list"])
+def test_a_module_that_the_step_reads_and_that_was_not_given_is_refused(way):
+    """Its attributes would not be guarded."""
+    loop, net = Loop(), Loop().net
+    nets = [net]
+    used = {"closure": lambda: net, "attribute": lambda: loop.other, "list": lambda: nets[0]}[way]
+    loop.other = net
+
+    def step_fn(x):
+        return own_step(loop, used()(loop.net(x)))
+
+    with pytest.raises(diffgraph.OptionError, match="a module that it was not recorded with; accepted: it in model="):
+        recorded(loop, step_fn)
+    recorded(loop, step_fn, model=[loop.net, torch.nn.Sequential(net)])
+
+
+def test_another_module_than_was_given_runs_eagerly():
+    twins = Twins()
+    twins.settle()
+    twins.both(lambda loop: setattr(loop, "net", copy.deepcopy(loop.net)))
+    assert twins.times(2, batch()) == ["unsupported_input"] * 2
+
+
 def test_paused_runs_eagerly():
     twins = Twins()
     twins.settle()
@@ -691,7 +798,10 @@ def test_twenty_recordings_come_and_go():
         (lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True), r"lr=torch.tensor\(0.001\)"),
         (lambda net: torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3)), "fused=True"),
         (lambda net: torch.optim.SGD(net.parameters(), lr=torch.tensor(1e-3)), "fused=True"),
-        (lambda net: net, "accepted: a torch.optim.Optimizer"),
+        (lambda net: net, "optimizer is of type Net; accepted: a torch.optim.Optimizer"),
+        (lambda net: [], "no optimizer is given; accepted: optimizer="),
+        (lambda net: torch.optim.LBFGS(net.parameters(), lr=torch.tensor(1.0)), "LBFGS runs the loss as often as it needs"),
+        (lambda net: torch.optim.AdamW([{"params": net.parameters(), "lr": None}]), "lr=None, a rate that its step counts out"),
     ],
 )
 def test_an_optimizer_that_reads_on_the_host_is_refused_with_what_to_write_instead(make, message):
@@ -703,7 +813,8 @@ def test_an_optimizer_that_reads_on_the_host_is_refused_with_what_to_write_inste
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"model": "net"}, "accepted: a torch.nn.Module"),
+        ({"model": "net"}, "model is of type str; accepted: a torch.nn.Module"),
+        ({"model": []}, "no model is given; accepted: model="),
         ({"model": torch.nn.DataParallel(torch.nn.Linear(2, 2))}, "wrapped in DataParallel"),
         ({"model": torch.nn.ReLU()}, "no parameter"),
         ({"max_graphs": 0}, "max_graphs is 0"),
@@ -717,10 +828,17 @@ def test_wrong_options_say_what_is_accepted(options, message):
         diffgraph.record_training_step(lambda x: x, **{"optimizer": optimizer, "model": loop.net, **options})
 
 
+def test_a_step_without_its_optimizer_or_of_no_function_is_told_what_is_missing():
+    with pytest.raises(diffgraph.OptionTypeError, match="step_fn is of type int; accepted: a function"):
+        diffgraph.record_training_step(3)
+    with pytest.raises(diffgraph.OptionError, match="no optimizer is given"):
+        diffgraph.record_training_step(lambda x: x, model=torch.nn.Linear(2, 2))
+
+
 def test_a_step_of_another_optimizer_is_refused():
     loop = Loop()
     other = torch.optim.SGD(loop.net.parameters(), lr=torch.tensor(0.1), fused=True)
-    with pytest.raises(diffgraph.OptionError, match="optimizer that it was not recorded with"):
+    with pytest.raises(diffgraph.OptionError, match="'optimizer', an optimizer that it was not recorded with; accepted: it in"):
         diffgraph.record_training_step(loop.step, optimizer=other, model=loop.net)
 
 
