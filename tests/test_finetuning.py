@@ -596,6 +596,53 @@ def test_dropout_that_is_drawn_twice_stays_eager():
     assert routes[-2:] == ["capture_failed"] * 2
 
 
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize(
+    "set_it",
+    [
+        lambda: torch.manual_seed(1),
+        torch.seed,
+        lambda: torch.default_generator.manual_seed(1),
+        lambda: torch.default_generator.set_state(torch.Generator().manual_seed(1).get_state()),
+    ],
+    ids=["manual_seed", "seed", "of the generator", "state"],
+)
+def test_a_step_that_sets_a_generator_stays_eager(set_it, at_the_end):
+    class Seeding(Loop):
+        def step(self, x):
+            if not at_the_end:
+                set_it()
+            output = super().step(x)
+            if at_the_end:
+                set_it()
+            return output
+
+    step = recorded(Seeding())
+    assert [route_of(step, batch())[1] for _ in range(5)][-2:] == ["capture_failed"] * 2
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+def test_a_step_that_sets_all_generators_of_gpus_stays_eager():
+    class Seeding(Loop):
+        def step(self, x):
+            torch.cuda.manual_seed_all(1)
+            return super().step(x)
+
+    step = recorded(Seeding())
+    assert [route_of(step, batch())[1] for _ in range(5)][-2:] == ["capture_failed"] * 2
+
+
+def test_a_generator_that_is_set_back_between_draws_is_no_matter():
+    class Trying(Loop):
+        def step(self, x):
+            with torch.random.fork_rng(devices=[]):
+                pass
+            return super().step(x)
+
+    assert Twins(Trying).times(5, batch()) == SETTLED
+
+
 def test_batch_norm_keeps_its_statistics():
     class Normed(Loop):
         def __init__(self):

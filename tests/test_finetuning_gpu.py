@@ -134,6 +134,17 @@ def test_a_step_that_fails_after_its_first_segment_has_run_is_undone():
     assert twins.times(6, batch())[-2:] == ["capture_failed"] * 2
 
 
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("place, name", [(torch, "manual_seed"), (torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all")])
+def test_a_step_that_sets_a_generator_stays_eager(place, name):
+    class Seeding(RateOnGpu):
+        def step(self, x):
+            getattr(place, name)(1)
+            return super().step(x)
+
+    assert Twins(Seeding).times(5, batch())[-2:] == ["capture_failed"] * 2
+
+
 def test_recording_a_module_leaves_its_statistics_as_they_were():
     loop = RateOnGpu()
     loop.net.dropout = torch.nn.BatchNorm1d(16).to(DEVICE)

@@ -42,7 +42,7 @@ def _check_group(name: str, group: dict[str, Any]) -> None:
     devices = {parameter.device.type for parameter in group["params"]}
     rate = group["lr"] if "lr" in group else torch.zeros((), device=next(iter(devices), "cpu"))
     if rate is None:  # Adafactor's own schedule
-        raise OptionError(f"{name} has lr=None, a rate that its step counts out on the host; accepted: lr=torch.tensor(1e-3), say")
+        raise OptionError(f"{name} has lr=None, a rate that its step counts out on the host; accepted: lr=torch.tensor(1e-3)")
     if not isinstance(rate, torch.Tensor):
         raise OptionError(
             f"{name} has lr={rate!r}, a number, which a recording would hold on to; accepted: lr=torch.tensor({rate!r}), which "
