@@ -100,9 +100,10 @@ class Visit(NamedTuple):
 
     def _record(self) -> tuple[Recording, Any]:
         runner, entry, ranks = self.runner, self.entry, self.ranks
+        recording: Recording | None = None
         try:
             with nullcontext() if ranks is None else ranks.step(f"the capture of {entry.label}"):
-                made = capture(
+                recording, output = capture(
                     self.module,
                     runner.run_forward,
                     self.call,
@@ -117,10 +118,12 @@ class Visit(NamedTuple):
                 )
                 if ranks is not None:
                     ranks.wait_for(self.pool)
-                return made
-        except RankError:
+                return recording, output
+        except RankError:  # nothing is released: that would wait for a GPU that may be waiting for the others
             raise
         except OtherRankFailed as error:
+            if recording is not None:
+                recording.release()
             runner.drop(entry, lost=Reason.OTHER_RANK)
             raise Refused(Reason.OTHER_RANK, str(error)) from None
         except OpNotRecordable as error:
