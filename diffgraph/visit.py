@@ -157,8 +157,8 @@ class Visit(NamedTuple):
                 entry.refused = Reason.OUT_OF_MEMORY
 
     def _wrong_result(self, recording: Recording, output: Any) -> Reason | None:
-        """Why a forward on padded prompts, or of compiled blocks, did what the caller's own would not: then its very result is not
-        to be returned."""
+        """Whether a forward on padded prompts, or of compiled blocks, did what the caller's own would not: its very result must not
+        be returned then."""
         if recording.wrote_inputs or recording.left is not None:
             return Reason.SIDE_EFFECTS
         runner = self.runner
