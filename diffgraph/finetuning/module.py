@@ -6,7 +6,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -177,16 +177,13 @@ class GradientRunner:
 
     def _verify(self, entry: Entry, pair: Pair, call: Call, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Both, with the outputs for gradients, from the same state. Eager's outcome is kept, also where memory runs out."""
+        replayed: _Undone | None = None
         is_same: bool | None = None
-        try:
+        with suppress(torch.OutOfMemoryError):
             replayed = _Undone(pair, call)
-        except torch.OutOfMemoryError:
-            replayed = None
         output = forward(*args, **kwargs)
-        try:
+        with suppress(torch.OutOfMemoryError):
             is_same = None if replayed is None else replayed.is_like(output)
-        except torch.OutOfMemoryError:
-            pass
         if is_same:
             entry.trusted = True
             entry.replays += 1
