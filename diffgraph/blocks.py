@@ -16,7 +16,7 @@ from diffgraph.current import open_recorder
 from diffgraph.errors import CaptureError
 from diffgraph.pieces import Backend, Tally
 from diffgraph.signature import Signature
-from diffgraph.tensors import has_plain_memory, map_tensors
+from diffgraph.tensors import has_plain_memory, storage_of
 
 logger = logging.getLogger("diffgraph")
 
@@ -118,9 +118,16 @@ class BlockCompiler:
             if recorder is not None and recorder.in_break:  # which runs at replay as it is
                 return block._call_impl(*args, **kwargs)
             entered = Tally.entered
-            args, kwargs = map_tensors(_uniform, (args, kwargs))
+            given = {id(arg): arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)}
+            uniform = {key: _uniform(tensor) for key, tensor in given.items()}
+            copies = [uniform[key] for key, tensor in given.items() if storage_of(uniform[key]) != storage_of(tensor)]
+            versions = [copy._version for copy in copies]
+            args = tuple(uniform.get(id(arg), arg) for arg in args)
+            kwargs = {name: uniform.get(id(arg), arg) for name, arg in kwargs.items()}
             with _out_of_modes():
                 result = compiled(*args, **kwargs)
+            if versions != [copy._version for copy in copies]:
+                raise CaptureError(f"a {type(block).__name__} writes to its input, of which it was given a copy")
             if Tally.entered == entered:
                 raise CaptureError(f"the compiler ran {type(block).__name__} as it is")
             return result
@@ -136,7 +143,8 @@ class _OfThread:
         self._thread = threading.get_ident()
 
     def __get__(self, module: torch.nn.Module | None, _: type) -> Callable[..., Any] | None:
-        return self._calls.get(id(module)) if threading.get_ident() == self._thread else None
+        call = self._calls.get(id(module))  # first: Dynamo, in another thread, cannot trace the other question
+        return call if call is not None and threading.get_ident() == self._thread else None
 
 
 def _is_plain(block: torch.nn.Module) -> bool:

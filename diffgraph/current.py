@@ -30,7 +30,11 @@ def foreign_capture() -> bool:
 
 def intercepted() -> bool:
     """Whether somebody sees, and may change, what torch is asked to do: a replay would pass them by."""
-    if torch._C._len_torch_dispatch_stack() > 0:
+    transform = torch._C._functorch.peek_interpreter_stack()  # type: ignore[attr-defined]  # of `torch.func`
+    if torch._C._len_torch_dispatch_stack() > 0 or transform is not None:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    if torch.autograd.forward_ad._current_level >= 0 or hooks is not None:
         return True
     modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() > 0 else []
     return any(type(mode) is not DeviceContext for mode in modes)

@@ -136,6 +136,8 @@ def _compile(value: Any, backend: str) -> Mapping[str, Any] | None:
     given = {} if value is True else dict(value)
     if not set(given) <= set(_COMPILE):
         raise OptionError(f"compile_blocks is {value!r}; {accepted}")
+    if given.get("dynamic") not in (None, True, False):
+        raise OptionError(f"compile_blocks is {value!r}; accepted as its dynamic: None, True, False")
     if backend == "eager":
         raise OptionError("backend='eager' records nothing, so nothing is compiled; accepted with it: compile_blocks=False")
     if given.get("mode") is not None and given.get("options") is not None:

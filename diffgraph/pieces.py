@@ -20,6 +20,7 @@ from diffgraph.errors import CaptureError, OptionError
 from diffgraph.tensors import tensors_in
 from diffgraph.tree import flatten, map_leaves
 
+_LONGEST = 240  # of the compiler's own words, in characters
 COMPILER = "inductor"  # unless another is asked for
 #: Of a function that is a break: the name of an attribute, a `Layout`.
 LAYOUT = "_diffgraph_layout"
@@ -69,7 +70,8 @@ class Backend:
             else:
                 self._compile = inner._TorchCompileWrapper(backend, mode, options, self.dynamic)
         except Exception as error:
-            raise OptionError(f"compile_blocks is {dict(given)!r}, which torch.compile does not accept: {error}") from None
+            why = str(error)[:_LONGEST]
+            raise OptionError(f"compile_blocks is {dict(given)!r}, which torch.compile does not accept: {why}") from None
 
     def __eq__(self, other: object) -> bool:
         """Then Dynamo takes what the other has compiled."""

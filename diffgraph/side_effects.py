@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from typing import Any
 
 import torch
@@ -37,6 +39,12 @@ class Before:
             return None if same_bits(self._contents, _contents(self._leaves)) else Reason.SIDE_EFFECTS
         except torch.OutOfMemoryError:
             return Reason.OUT_OF_MEMORY
+
+
+def drawn_in_python() -> tuple[Any, Any]:
+    """The states of Python's generator and of NumPy's: what a forward decides by them, a replay would not decide again."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else str(numpy.random.get_state())
 
 
 def _contents(leaves: list[Any]) -> list[Any]:

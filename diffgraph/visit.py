@@ -20,7 +20,7 @@ from diffgraph.ranges import named
 from diffgraph.ranks import Ranks
 from diffgraph.reasons import Reason
 from diffgraph.routes import Route
-from diffgraph.side_effects import Before
+from diffgraph.side_effects import Before, drawn_in_python
 from diffgraph.signature import Call, Refused
 from diffgraph.verification import is_close, is_same, is_slower
 
@@ -59,7 +59,7 @@ class Visit(NamedTuple):
             forbidden = Reason.OUT_OF_MEMORY
         known = Reason.WARM_UP if is_asked_for else entry.lost or Reason.UNSEEN_SIGNATURE
         runner.routes.note(Route.EAGER, forbidden or known)
-        rng = self.pool.rng_state()
+        rng, drawn = self.pool.rng_state(), drawn_in_python()
         output = runner.eager(self.module, self.args, self.kwargs)
         if before is not None:
             forbidden = before.forbids(self.args, self.kwargs, is_padded=prompt is not None and prompt.is_padded)
@@ -71,8 +71,8 @@ class Visit(NamedTuple):
                 runner.drop(entry, refused=forbidden)
             elif runner.changed_state(self.module, entry):
                 pass
-            elif runner.state.versions() != versions:
-                runner.note_escape(entry)  # others read the tensor afresh
+            elif runner.state.versions() != versions or drawn_in_python() != drawn:
+                runner.note_escape(entry)  # others read the tensor afresh; or another thread has drawn
             else:
                 entry.seen += 1
         if is_asked_for and entry.recording is None and self._verdict(entry.refused) is None and before is not None:
@@ -84,11 +84,11 @@ class Visit(NamedTuple):
     def capture(self) -> Any:
         before = self.pool.bytes()
         recording, output = self._record()
-        if self.call.prompt is not None and self.call.prompt.is_padded:
-            wrong = self._wrong_padding(recording, output)
-            if wrong is not None:
-                recording.release()
-                raise self._refused(wrong)
+        is_padded = self.call.prompt is not None and self.call.prompt.is_padded
+        wrong = self._wrong_result(recording, output) if is_padded or recording.compilation is not None else None
+        if wrong is not None:
+            recording.release()
+            raise self._refused(wrong)
         self.runner.routes.note(Route.CAPTURE)
         recording.follow(self.args, self.kwargs)
         if recording.unused_breaks:
@@ -100,9 +100,10 @@ class Visit(NamedTuple):
 
     def _record(self) -> tuple[Recording, Any]:
         runner, entry, ranks = self.runner, self.entry, self.ranks
+        recording: Recording | None = None
         try:
             with nullcontext() if ranks is None else ranks.step(f"the capture of {entry.label}"):
-                made = capture(
+                recording, output = capture(
                     self.module,
                     runner.run_forward,
                     self.call,
@@ -117,10 +118,12 @@ class Visit(NamedTuple):
                 )
                 if ranks is not None:
                     ranks.wait_for(self.pool)
-                return made
-        except RankError:
+                return recording, output
+        except RankError:  # nothing is released: that would wait for a GPU that may be waiting for the others
             raise
         except OtherRankFailed as error:
+            if recording is not None:
+                recording.release()
             runner.drop(entry, lost=Reason.OTHER_RANK)
             raise Refused(Reason.OTHER_RANK, str(error)) from None
         except OpNotRecordable as error:
@@ -153,14 +156,20 @@ class Visit(NamedTuple):
             if not runner.memory.admit(entry, self.pool):
                 entry.refused = Reason.OUT_OF_MEMORY
 
-    def _wrong_padding(self, recording: Recording, output: Any) -> Reason | None:
-        """Whether a forward on padded prompts did what the caller's own would not: then its very result is not to be returned."""
+    def _wrong_result(self, recording: Recording, output: Any) -> Reason | None:
+        """Whether a forward on padded prompts, or of compiled blocks, did what the caller's own would not: its very result must not
+        be returned then."""
         if recording.wrote_inputs or recording.left is not None:
             return Reason.SIDE_EFFECTS
         runner = self.runner
         if runner.options.verify and not is_close(output, runner.eager(self.module, self.args, self.kwargs), self.module):
-            return Reason.VERIFY_FAILED
+            return self._differs("what was recorded")
         return None
+
+    def _differs(self, what: str) -> Reason:
+        text = f"diffgraph: {self.entry.label} runs eager: {what} differed from eager"
+        warnings.warn(text, CaptureWarning, stacklevel=6)
+        return self._refused(Reason.VERIFY_FAILED).reason
 
     def _failed(self, error: Exception) -> Refused:
         warnings.warn(f"diffgraph: {self.entry.label} runs eager: {error}", CaptureWarning, stacklevel=6)
@@ -239,9 +248,7 @@ class Visit(NamedTuple):
         if entry.doubted:
             runner.drop(entry, lost=Reason.SIDE_EFFECTS)
             return Reason.SIDE_EFFECTS
-        text = f"diffgraph: {entry.label} runs eager: its replay differed from eager"
-        warnings.warn(text, CaptureWarning, stacklevel=6)
-        return self._refused(Reason.VERIFY_FAILED).reason
+        return self._differs("its replay")
 
     def _slowness(self, recording: Recording, replay_ms: float | None, eager_ms: float | None) -> Reason | None:
         """Why a replay that is right is still given up: eager is faster, or a replay that was made to be timed failed."""

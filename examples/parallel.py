@@ -26,6 +26,8 @@ def create(load: Callable[[], Any] = load, shapes: Sequence[str] = ("1024x1024",
 
 
 def main(prompt: str) -> None:
+    if "LOCAL_RANK" not in os.environ or torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
+        sys.exit("start this with torchrun, on a machine with a GPU for each process")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     pipe = create()

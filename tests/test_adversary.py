@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import random
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -193,6 +194,64 @@ def test_a_change_is_seen_in_what_a_class_holds(forward, shared, change):
     calls(module, 4, X)
     change(module)
     assert call(module, X) == "attributes_changed"
+
+
+class Dropping(nn.Module):
+    """Leaves a layer out now and then, as Python's own generator decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return x + self.second(x) if random.random() < 0.8 else x
+
+
+def test_what_python_draws_is_drawn_at_each_call():
+    module, x = Dropping().eval(), torch.randn(2, 4)
+    with torch.no_grad():
+        random.seed(1)
+        wanted = [module(x) for _ in range(30)]
+        accelerated(module)
+        random.seed(1)
+        assert all(torch.equal(module(x), result) for result in wanted)
+    assert diffgraph.report(module).captures == 0
+
+
+LAYERS = {
+    "instance norm": lambda: nn.InstanceNorm1d(4, track_running_stats=True),
+    "RReLU": nn.RReLU,
+    "attention's dropout": lambda: nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True),
+}
+
+
+class Layered(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, x, x, need_weights=False)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_one_layers_training_mode_is_seen_of(layer):
+    module, x = accelerated(Layered(layer()).eval()), torch.randn(2, 4, 4)
+    calls(module, 4, x)
+    module.layer.train()
+    assert call(module, x) != "replay"
+
+
+def test_transforms_of_a_recorded_module_are_torchs_own():
+    module = accelerated(nn.Linear(4, 4).eval())
+    x = torch.randn(3, 4)
+    calls(module, 4, x)
+    with torch.no_grad():
+        wanted = x @ module.weight.T + module.bias
+        assert torch.allclose(torch.vmap(module)(x), wanted)
+        primal, tangent = torch.func.jvp(module, (x,), (torch.ones_like(x),))
+        assert torch.allclose(primal, wanted) and torch.allclose(tangent, torch.ones_like(x) @ module.weight.T)
 
 
 def test_what_is_equal_and_the_same_is_no_change():

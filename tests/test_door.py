@@ -53,6 +53,8 @@ def untouched(pipe):
         (dict(breaks=["transformer_blocks"]), ValueError, "never called"),
         (dict(compile_blocks=1), TypeError, "compile_blocks is 1"),
         (dict(compile_blocks={"fullgraph": True}), ValueError, "backend, mode, options, dynamic"),
+        (dict(compile_blocks={"dynamic": "x"}), ValueError, "None, True, False"),
+        (dict(compile_blocks={"options": {"zzz": 1}}), ValueError, "does not accept: .{1,240}$"),
         (dict(compile_blocks={"backend": "no_such"}), ValueError, "no_such"),
         (dict(compile_blocks={"mode": "no_such"}), ValueError, "no_such"),
         (dict(compile_blocks={"options": {"no_such": 1}}), ValueError, "no_such"),

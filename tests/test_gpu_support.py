@@ -7,7 +7,7 @@ from support.__main__ import FILE
 from support.cases import all_cases
 from support.check import check
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::diffgraph.runner.CaptureWarning")]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::diffgraph.errors.CaptureWarning")]
 
 CASES = {case.label: case for case in all_cases()}
 

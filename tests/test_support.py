@@ -21,7 +21,7 @@ def written():
     return {line.split("|")[1].strip().replace("<br>", ", "): line for line in lines}
 
 
-@pytest.mark.filterwarnings("ignore::diffgraph.runner.CaptureWarning")
+@pytest.mark.filterwarnings("ignore::diffgraph.errors.CaptureWarning")
 @pytest.mark.parametrize("label", CASES)
 def test_the_bits_are_eagers_and_the_row_is_what_was_found(label):
     case = CASES[label]

@@ -4,15 +4,16 @@ their attributes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain
 from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from diffgraph.guards.contents import DEPTH, is_container, items_of
 from diffgraph.guards.objects import SlotTable, classes_of, is_object, slots_of
-from diffgraph.refusals import random_or_stateful
 
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Set anew by diffusers at every call, and empty of meaning for a forward; and a hook registry's own module.
@@ -89,15 +90,28 @@ def _attribute_names(module: torch.nn.Module, is_root: bool) -> tuple[str, ...]:
         return ()  # what they hold is read from their tables
     if _is_by_the_thousand(module):
         patched = tuple(key for key in HOOK_ATTRIBUTES if key in module.__dict__ and not (is_root and key == REGISTRY))
-        return (*patched, "training", "p") if random_or_stateful(module) else patched
+        heeded = ("training", "p", "dropout") if _heeds_training(module) else ()
+        return (*patched, *(key for key in heeded if key in module.__dict__))
     ignored = _VOLATILE | {REGISTRY} if is_root else _VOLATILE
-    if type(module).__module__.startswith(("torch.", "diffusers.")) and not is_root and not random_or_stateful(module):
+    if type(module).__module__.startswith(("torch.", "diffusers.")) and not is_root and not _heeds_training(module):
         ignored = ignored | {"training"}  # read for gradient checkpointing alone
     if is_adapter(module):
         ignored = ignored | _UNREAD_BY_PEFT
     elif type(module).__module__.startswith("torch.nn.modules."):
         ignored = ignored | _UNREAD | ({"p"} if isinstance(module, torch.nn.Dropout) and not module.training else set())
     return tuple(k for k in module.__dict__ if k not in _MODULE_INTERNALS and k not in ignored)
+
+
+def _heeds_training(module: torch.nn.Module) -> bool:
+    """Whether the forward of this layer of torch's does otherwise in training mode."""
+    return module.p > 0 if isinstance(module, _DropoutNd) else _asks_for_training(type(module))
+
+
+@cache
+def _asks_for_training(kind: type) -> bool:
+    ours = [c for c in classes_of(kind) if c.__module__.startswith("torch.")]
+    functions = (value for c in ours for value in vars(c).values() if isinstance(value, FunctionType))
+    return any("training" in function.__code__.co_names for function in functions)
 
 
 def objects_in(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
