@@ -91,7 +91,7 @@ def capture_step(
         recording.log.forget()
         try:
             recording.note_gradients(there)
-            recording._set_outputs(output, None, recorder.is_born)
+            recording.set_outputs(output, None, recorder.is_born)
             result = recording.outputs(call.leaves)
         except Exception as error:
             raise ReplayError(f"the step was made, and what it returns was lost: {error}") from error
