@@ -360,3 +360,23 @@ def test_what_is_for_pipelines_says_what_is_for_training_steps(tool):
     made = diffgraph.record_training_step(loop.step, optimizer=loop.optimizer, model=loop.net)
     with pytest.raises(diffgraph.NotAcceleratedError, match=r"step\.close\(\)"):
         tool(made)
+
+
+def test_gradients_of_gradients_are_refused_and_not_dropped():
+    """The penalty of a WGAN-GP, say."""
+    loop = Loop()
+
+    def penalty():
+        x = batch().requires_grad_()
+        (gradient,) = torch.autograd.grad(loop.net(x).sum(), x, create_graph=True)
+        return (gradient.norm(dim=1) - 1).square().mean()
+
+    diffgraph.accelerate_module(loop.net, training=True)
+    for i in range(4):
+        loop.net(batch(i).requires_grad_()).sum().backward()
+    with pytest.raises(diffgraph.ReplayError, match=r"create_graph=True.*accepted: `with diffgraph.paused\(module\)`"):
+        penalty()
+    with diffgraph.paused(loop.net):
+        penalty().backward()
+    loop.net(batch().requires_grad_()).sum().backward()
+    assert diffgraph.report(loop.net).replays == 4

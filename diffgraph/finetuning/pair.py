@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from diffgraph.capture import Recording, check_outputs, settled
 from diffgraph.current import RECORDING
@@ -200,9 +199,13 @@ class _Joined(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pair, flight = ctx.pair, ctx.flight
+        if torch.is_grad_enabled():
+            raise ReplayError(
+                "create_graph=True asks for gradients of gradients, and a recorded backward has no graph behind it; accepted: "
+                "`with diffgraph.paused(module)` around a forward whose gradients are to have gradients"
+            )
         if flight is None:
             raise ReplayError(
                 "backward through a recorded forward runs once, since it reuses what the forward saved; accepted: "
