@@ -380,3 +380,57 @@ def test_gradients_of_gradients_are_refused_and_not_dropped():
         penalty().backward()
     loop.net(batch().requires_grad_()).sum().backward()
     assert diffgraph.report(loop.net).replays == 4
+
+
+class Heads(Loop):
+    """Three outputs, and a layer that none of them uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = TwoHeads()
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=torch.tensor(1e-2), fused=True)
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.one, self.two, self.idle = (torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        hidden = torch.relu(self.trunk(x))
+        return self.one(hidden), self.two(hidden), self.trunk.bias.square()
+
+
+@pytest.mark.parametrize("used", [[0], [1], [2], [0, 2], [0, 1, 2]])
+def test_what_the_loss_does_not_use_gives_no_gradients(used):
+    """Zeros are none: an optimizer moves and decays what has them."""
+
+    def loop_fn(loop, i):
+        loop.optimizer.zero_grad()
+        outputs = loop.net(batch(i))
+        sum(outputs[at].square().mean() for at in used).backward()
+        loop.optimizer.step()
+        return [p.grad is None for p in loop.net.parameters()]
+
+    eager, recorded, report = trained(Heads, loop_fn)
+    assert eager[0] == recorded[0] and same_bits(eager, recorded)
+    assert report.replays == 6
+
+
+def test_an_output_whose_gradient_ends_before_the_module_leaves_it_without():
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    def loop_fn(loop, i):
+        loop.optimizer.zero_grad()
+        Ends.apply(loop.net(batch(i))[0]).sum().backward()
+        return [p.grad is None for p in loop.net.parameters()]
+
+    eager, recorded, _ = trained(Heads, loop_fn)
+    assert recorded[0] == eager[0] == [[True] * 8] * 8
