@@ -339,7 +339,7 @@ def test_what_failed_is_tried_again_when_its_cause_is_gone(is_asked):
 def test_parameters_have_stand_ins_for_one_recording_at_a_time(monkeypatch):
     """Modules may share parameters."""
     loop, free = Loop(), []
-    original = finetuning_pair._as_new_leaves
+    original = finetuning_pair.as_new_leaves
 
     def placed(*args):
         other = threading.Thread(target=lambda: free.append(RECORDING.acquire(blocking=False)))
@@ -347,7 +347,7 @@ def test_parameters_have_stand_ins_for_one_recording_at_a_time(monkeypatch):
         other.join()
         return original(*args)
 
-    monkeypatch.setattr(finetuning_pair, "_as_new_leaves", placed)
+    monkeypatch.setattr(finetuning_pair, "as_new_leaves", placed)
     diffgraph.accelerate_module(loop.net, training=True)
     for i in range(2):
         loop.step(batch(i))
@@ -434,3 +434,22 @@ def test_an_output_whose_gradient_ends_before_the_module_leaves_it_without():
 
     eager, recorded, _ = trained(Heads, loop_fn)
     assert recorded[0] == eager[0] == [[True] * 8] * 8
+
+
+def chained(loop, i):
+    """Gradients through several forwards, each of what the one before it gave."""
+    x = y = batch(i)
+    for _ in range(3):
+        y = y + 0.1 * loop.net(y)
+    loop.optimizer.zero_grad()
+    loss = (y - x).square().mean()
+    loss.backward()
+    loop.optimizer.step()
+    return loss.detach()
+
+
+def test_forwards_in_a_chain_train_alike():
+    eager, recorded, report = trained(Loop, chained)
+    assert same_bits(eager, recorded)
+    assert report.captures == 4 and report.replays > 15
+    assert set(report.reasons) == {"unseen_signature"}

@@ -143,7 +143,7 @@ class Pair(Recording):
         inputs = [t for t in self.inputs.tensors if t.requires_grad]
         weights = list(chain(module.parameters(), module.buffers()))
         given: dict[str, Any] = {"weights": weights, "inputs": self.inputs.tensors, "log": self.log}
-        with RECORDING, _as_new_leaves(module, self.parameters) as leaves:
+        with RECORDING, as_new_leaves(module, self.parameters) as leaves:
             with record(self.sequence, **given) as first:
                 output = map_leaves(settled, forward(*args, **kwargs), objects=True)
                 check_outputs(output)
@@ -174,7 +174,7 @@ class Pair(Recording):
 
 
 @contextmanager
-def _as_new_leaves(module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+def as_new_leaves(module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
     """Inside, each parameter has a stand-in over the same memory. What autograd knows of the parameters themselves (on which
     stream to accumulate, as the last step's loss or DDP's hooks keep it alive) would bring another stream into a capture.
 
