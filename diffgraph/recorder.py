@@ -189,6 +189,7 @@ class Recorder(TorchDispatchMode):
         self.failure: BaseException | None = None
         self._segment: Any = None
         self._weights = {storage_of(t) for tensor in weights for t in plain_parts(tensor)}
+        self.weights_read: set[int] = set()  # by storage
         self._input_tensors = list(inputs)
         self._inputs = {storage_of(t) for t in self._input_tensors}
         # A weak reference keeps a storage's identity from being given to another one.
@@ -359,7 +360,9 @@ class Recorder(TorchDispatchMode):
     def _hold(self, tensor: torch.Tensor) -> None:
         for plain in plain_parts(tensor):
             key = storage_of(plain)
-            if key not in self._born and key not in self._weights and key not in self.sequence.held:
+            if key in self._weights:
+                self.weights_read.add(key)
+            elif key not in self._born and key not in self.sequence.held:
                 if self._log is not None and key not in self._inputs:
                     _check_is_known(tensor)
                 # The memory, that is: `parameter.data = other` gives the parameter another.
@@ -386,6 +389,7 @@ class Recorder(TorchDispatchMode):
         if self.failure is not None:
             return fn(*args, **kwargs)
         given, given_spec = flatten((args, kwargs))
+        self.weights_read |= self._weights & {storage_of(t) for t in tensors_in(given)}
         try:
             if self.whole:
                 raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")

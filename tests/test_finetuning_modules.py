@@ -453,3 +453,38 @@ def test_forwards_in_a_chain_train_alike():
     assert same_bits(eager, recorded)
     assert report.captures == 4 and report.replays > 15
     assert set(report.reasons) == {"unseen_signature"}
+
+
+def late(loop, i):
+    """The optimizer steps between a forward and its backward."""
+    loss = (loop.net(batch(i)) - 1).square().mean()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loss.backward()
+    return loss.detach()
+
+
+class Biases(Loop):
+    """Backward reads no bias, and may come after they have changed."""
+
+    def __init__(self):
+        super().__init__()
+        for name, parameter in self.net.named_parameters():
+            parameter.requires_grad_("bias" in name)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)  # counts its writes; what is fused does not
+
+
+def test_only_what_backward_reads_may_not_change_before_it():
+    eager, recorded, report = trained(Biases, late)
+    assert same_bits(eager, recorded)
+    assert report.replays == 6
+
+    def frozen_changed(loop, i):
+        loss = loop.net(batch(i)).sum()
+        with torch.no_grad():
+            loop.net.second.weight.mul_(2)  # wants no gradients, and backward reads it
+        with pytest.raises(RuntimeError, match=r"inplace operation|changed in place"):
+            loss.backward()
+
+    _, _, report = trained(Biases, frozen_changed)
+    assert report.replays == 6
