@@ -976,3 +976,27 @@ def test_two_processes_train_one_lora_recorded():
     found = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT, env=alone)
     assert found.returncode == 0, found.stderr
     assert "same loss curve, to the bit" in found.stdout and "replays 10" in found.stdout
+
+
+def test_autocast_around_a_step_leaves_it_eager():
+    """Its cache of weights that are cast outlives the step, and could not be part of the recording."""
+
+    class Twice(Loop):
+        def step(self, x):
+            loss = (self.net(self.net(x)) - x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss
+
+    eager, loop = Twice(), Twice()
+    step = recorded(loop)
+    for i in range(5):
+        torch.manual_seed(i)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            wanted = eager.step(batch(i))
+        torch.manual_seed(i)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = step(batch(i))
+        assert same_bits((found, loop.everything()), (wanted.detach(), eager.everything()))
+    assert diffgraph.report(step).reasons == {"unsupported_input": 5}

@@ -195,6 +195,8 @@ class TrainingStep:
             raise Refused(Reason.NESTED_CAPTURE)
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             raise Refused(Reason.UNSUPPORTED_INPUT, "no gradients are recorded around the call")
+        if torch.is_autocast_enabled(self._state.device.type):  # its cache outlives the step, and changes the bits
+            raise Refused(Reason.UNSUPPORTED_INPUT, "autocast is on around the call; accepted: autocast inside the step")
 
     def _check_state(self) -> None:
         """Drops every recording when what it relies on has changed; raises `Refused` when nothing can be relied on."""
