@@ -253,7 +253,7 @@ class Recorder(TorchDispatchMode):
 
     @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(_is_made_of_others, types)):
+        if any(map(is_made_of_others, types)):
             return NotImplemented  # a quantised weight, say: what it does with the tensors that it is made of comes by here
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
@@ -409,7 +409,7 @@ class Recorder(TorchDispatchMode):
                 self._segment = self.pool.open_segment()
                 leaves, spec = flatten(result)
                 if self._log is not None:
-                    _check_for_training(name, fn, leaves, self.pool.device)
+                    check_for_training(name, fn, leaves, self.pool.device)
                 bindings, leaves = self._bind(leaves, {storage_of(t) for t in tensors_in(given)})
         except BaseException as error:
             # If the forward swallows it, the path taken from here on is not one to replay: finish eagerly.
@@ -495,7 +495,7 @@ class Recorder(TorchDispatchMode):
         return bindings, replaced
 
 
-def _check_for_training(name: str, fn: Any, leaves: list[Any], device: torch.device) -> None:
+def check_for_training(name: str, fn: Any, leaves: list[Any], device: torch.device) -> None:
     """What a break may not hand to a training step."""
     where = calling_line() or "a line that is not known"
     if size_depends_on_data(fn):
@@ -516,7 +516,7 @@ def _check_is_known(tensor: torch.Tensor) -> None:
         raise CaptureError(f"the step reads a parameter [{size}] of a module that it was not told of; accepted: all in model=")
 
 
-def _is_made_of_others(kind: type) -> bool:
+def is_made_of_others(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 

@@ -1000,3 +1000,21 @@ def test_autocast_around_a_step_leaves_it_eager():
             found = step(batch(i))
         assert same_bits((found, loop.everything()), (wanted.detach(), eager.everything()))
     assert diffgraph.report(step).reasons == {"unsupported_input": 5}
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("has_sample", [False, True])
+def test_a_step_that_cannot_be_recorded_runs_once_per_call(has_sample):
+    """Of its Python, nothing could be taken back: a batch that it fetched, say."""
+
+    class Fetching(Loop):
+        def step(self, _):
+            return super().step(next(fetched))["loss"].item()
+
+    fetched = iter([batch(i) for i in range(20)])
+    loop = Fetching()
+    step = diffgraph.record_training_step(loop.step, *[batch()] * has_sample, optimizer=loop.optimizer, model=loop.net)
+    for _ in range(5):
+        step(batch())
+    assert len(list(fetched)) == 20 - 5 - has_sample
+    assert diffgraph.report(step).reasons["capture_failed"] >= 2

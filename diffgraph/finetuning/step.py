@@ -23,6 +23,7 @@ from diffgraph.finetuning.recording import StepRecording, capture_step, detached
 from diffgraph.finetuning.state import TrainingState
 from diffgraph.finetuning.undo import undone
 from diffgraph.finetuning.verification import replay_and_compare
+from diffgraph.finetuning.watch import Watch
 from diffgraph.memory import Memory
 from diffgraph.options import Options, checked
 from diffgraph.ranges import named
@@ -269,7 +270,8 @@ class TrainingStep:
         before, values, rng = self._reads.contents(), self._reads.values(), pool.rng_state()
         moves = Reason.SIDE_EFFECTS if self._moves >= MAX_UNSTEADY else None
         self.routes.note(Route.EAGER, moves or entry.lost or self._just_changed or Reason.UNSEEN_SIGNATURE)
-        output = run_eagerly(self._step_fn, args, kwargs)
+        with Watch(self._state.device) as watch:
+            output = run_eagerly(self._step_fn, args, kwargs)
         try:
             self._state.gradients.bring_home()
         except Refused as refused:  # the step is made, and eager would be a second one
@@ -282,6 +284,8 @@ class TrainingStep:
         self._moves = self._moves + 1 if has_moved else 0
         if not pool.replayable_rng(rng):
             self._refuse(entry, Reason.SIDE_EFFECTS, "it draws random numbers on the host; draw them on the device")
+        elif changed is None and not has_moved and watch.why_not is not None:
+            self._refuse(entry, Reason.CAPTURE_FAILED, watch.why_not)
         elif changed is None and not has_moved:
             entry.seen += 1
         else:
@@ -392,7 +396,8 @@ class TrainingStep:
             raise OptionError(f"the sample batch cannot be part of a recording: {refused}") from None
         before = self._reads.contents()
         with undone(self._state.gradients, self._optimizers, self.memory.pool(self._state.device)):
-            run_eagerly(self._step_fn, batch, {})
+            with Watch(self._state.device) as watch:
+                run_eagerly(self._step_fn, batch, {})
             try:
                 self._state.gradients.bring_home()  # where it leaves any: a place is kept
             except Refused as refused:
@@ -401,7 +406,7 @@ class TrainingStep:
         left = change(before)
         if left is not None:
             raise OptionError(f"the step changes {left}, which a replay would not do; accepted: one that changes tensors alone")
-        self._entry(call, {}).seen = int(changed is None)
+        self._entry(call, {}).seen = int(changed is None and watch.why_not is None)
 
 
 def _modules(given: Any) -> list[torch.nn.Module]:
