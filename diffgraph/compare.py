@@ -19,21 +19,22 @@ def same_bits(a: Any, b: Any) -> bool:
     return a_spec == b_spec and all(map(_same_leaf, a_leaves, b_leaves))
 
 
-def close(a: Any, b: Any, precision: float = 0.0) -> bool:
+def close(a: Any, b: Any, precision: float = 0.0, *, tolerance: float | None = None) -> bool:
     """Whether two outputs are the same but for the rounding of other kernels: tensors within half the root of their dtype's
     precision, relative, in the 2-norm (bf16: 0.044; float32: 1.7e-4), or of `precision`, if that is coarser. Measured on one
-    H200, Qwen-Image in bf16, random weights: another GEMM shape alone makes 0.017."""
+    H200, Qwen-Image in bf16, random weights: another GEMM shape alone makes 0.017. `tolerance` stands in for that half root."""
     a_leaves, a_spec = flatten(a, objects=True)
     b_leaves, b_spec = flatten(b, objects=True)
-    return a_spec == b_spec and all(_close_leaf(x, y, precision) for x, y in zip(a_leaves, b_leaves, strict=True))
+    return a_spec == b_spec and all(_close_leaf(x, y, precision, tolerance) for x, y in zip(a_leaves, b_leaves, strict=True))
 
 
-def _close_leaf(a: Any, b: Any, least: float) -> bool:
+def _close_leaf(a: Any, b: Any, least: float, tolerance: float | None) -> bool:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_floating_point()):
         return _same_leaf(a, b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    tolerance = 0.5 * max(torch.finfo(a.dtype).eps, least) ** 0.5
+    if tolerance is None:
+        tolerance = 0.5 * max(torch.finfo(a.dtype).eps, least) ** 0.5
     precise = torch.float64 if a.device.type == "cpu" else torch.float32
     distance = torch.linalg.vector_norm(a.to(precise) - b.to(precise))
     return bool(distance <= tolerance * torch.linalg.vector_norm(b.to(precise)))

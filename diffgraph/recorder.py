@@ -26,7 +26,7 @@ from diffgraph.ambient import Ambient
 from diffgraph.collectives import completed, is_collective, is_waiting, is_wrapping, waited
 from diffgraph.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
-from diffgraph.generators import settings_seen
+from diffgraph.generators import HostGenerator, settings_seen
 from diffgraph.host_reads import host_reads_seen
 from diffgraph.places import calling_line
 from diffgraph.ranks import Ranks
@@ -176,7 +176,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._break_ops = break_ops
         self._log = log
-        self.generator_was_set = False  # by the step that is recorded
+        self.generator_was_set = False  # a GPU's, by the step that is recorded
+        self._generator = HostGenerator()  # as the last op that drew has left it
         self._ranks, self._break_at_collectives = ranks, break_at_collectives
         self._collectives = 0  # since the last step was closed
         self._under_way: dict[int, torch.Tensor] = {}  # by storage: what collectives make, and nobody has waited for
@@ -206,9 +207,9 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> None:
         if self.failure is not None:
             raise CaptureError(f"a break raised {self.failure!r} during capture") from self.failure
-        if self._log is not None and self._log.is_for_undoing:
-            self._log.before_running()
-        self._close()
+        if self._log is not None and self._generator.was_set():
+            raise CaptureError("the step sets the host's generator, which a replay would not do")
+        self._close(is_last=True)
 
     def abort(self) -> None:
         self._pending.clear()
@@ -219,7 +220,7 @@ class Recorder(TorchDispatchMode):
             segment.abort()
         self.sequence.reset()
 
-    def _close(self) -> None:
+    def _close(self, *, is_last: bool = False) -> None:
         """End the open segment, hand it the results it waits for, and let it run."""
         self._join()
         segment, self._segment = self._segment, None
@@ -233,10 +234,13 @@ class Recorder(TorchDispatchMode):
             raise
         self.sequence.steps.append(segment)
         if not self.pool.runs_while_recording:
-            for _, binding, result in self._pending:
-                binding.accept(result, "")
-            self._pending.clear()
-            segment.replay()
+            with self.left():  # no op of the forward follows
+                for _, binding, result in self._pending:
+                    binding.accept(result, "")
+                self._pending.clear()
+                if self._log is not None and (self._log.is_for_undoing or not is_last):
+                    self._log.before_running()  # before `end` they would be recorded: copies of what the segment has written
+                segment.replay()
 
     def _join(self) -> None:
         """Wait for what is under way: no graph may end before that."""
@@ -267,8 +271,17 @@ class Recorder(TorchDispatchMode):
         why_not = why_never_recordable(func, leaves)
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
-        if self.generator_was_set and draws(func, args, kwargs):
-            raise CaptureError(f"{func} cannot be replayed: it draws what was drawn before (gradient checkpointing with dropout)")
+        if self._log is not None and draws(func, args, kwargs):
+            if self.generator_was_set or self._generator.was_set():
+                why = "a generator was set before it (gradient checkpointing, which draws the same dropout twice, does that)"
+                raise CaptureError(f"{func} cannot be replayed: {why}")
+            result = self._run(func, args, kwargs, leaves, collective)
+            self._generator.look()
+            return result
+        return self._run(func, args, kwargs, leaves, collective)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], collective: bool) -> Any:
+        """On the host, as a break, or in the segment."""
         if on_host_alone(leaves, self.pool.device):
             return self._run_on_host(func, args, kwargs)
         why = why_not_recordable(func, args, leaves, self.pool.device)
@@ -376,8 +389,6 @@ class Recorder(TorchDispatchMode):
         try:
             if self.whole:
                 raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")
-            if self._log is not None:
-                self._log.before_running()
             self._close()
             step = Break(name, fn, *map_leaves(self._break_input, (args, kwargs)))
             step.where = calling_line()
@@ -385,6 +396,7 @@ class Recorder(TorchDispatchMode):
             step.ambient = ambient if ambient != self.sequence.ambient else None
             with self._inside_break(name):
                 result = fn(*args, **kwargs)
+                self._generator.look()  # a replay runs it, too
                 step.collectives, self._collectives = self._collectives, 0
                 left, left_spec = flatten((args, kwargs))
                 if left_spec != given_spec or not all(map(operator.is_, left, given)):

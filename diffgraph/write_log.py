@@ -55,9 +55,13 @@ class WriteLog:
 
     def values(self, *, without: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of all of it, for comparison."""
+        return [view.clone() for view in self.views(self._storages, without=without)]
+
+    def views(self, contents: Contents, *, without: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those contents, in the order and the dtypes of `values`."""
         left_out = set(map(storage_of, without))
         found = [tensor for tensor in self.tensors if storage_of(tensor) not in left_out]
-        return [torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage()).clone() for t in found]
+        return [torch.empty(0, dtype=t.dtype, device=t.device).set_(contents[storage_of(t)]) for t in found]
 
     def restore(self, contents: Contents) -> None:
         for key, content in contents.items():

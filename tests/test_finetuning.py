@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -17,10 +18,18 @@ import torch
 from _training import SETTLED, Checkpointed, Loop, LoraLoop, Twins, batch, recorded, route_of, sd3  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import _disable_current_modes
 
 import diffgraph
 import pipelines
-from diffgraph.compare import same_bits
+from diffgraph.compare import close, same_bits
+from diffgraph.devices.cpu import CpuPool, TapeSegment
+from diffgraph.finetuning.bytecode import paths_of
+from diffgraph.finetuning.recording import StepRecording
+from diffgraph.recordable import written_by
+from diffgraph.recorder import record
+from diffgraph.sequence import GraphSequence
+from diffgraph.write_log import WriteLog
 from pipelines import finetune
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -356,6 +365,159 @@ def test_what_changes_at_each_step_is_not_looked_at_each_time():
     assert set(routes[:24]) == {"optimizer_changed"} and routes[-3:] == ["replay"] * 3
 
 
+class OnlyRecorded(TapeSegment):
+    """As on a GPU, what the ops write is there after `replay` and not before; while it is open, a copy is one of the future."""
+
+    def __init__(self, pool):
+        super().__init__(pool)
+        self._before = {}
+
+    def run(self, func, args, kwargs):
+        for tensor in written_by(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            self._before.setdefault(storage._cdata, (storage, storage.clone()))
+        return super().run(func, args, kwargs)
+
+    def end(self):
+        with _disable_current_modes():
+            for storage, before in self._before.values():
+                storage.copy_(before)
+
+
+class OnlyRecording(CpuPool):
+    runs_while_recording = False
+
+    def open_segment(self):
+        return OnlyRecorded(self)
+
+
+@pytest.mark.parametrize("is_for_undoing", [False, True])
+def test_what_a_segment_will_write_is_kept_before_it_runs_and_not_by_the_segment(is_for_undoing):
+    """It failed after its second segment has run, or it was recorded only to be undone."""
+    weight, other, shown = torch.zeros(2), torch.zeros(2), []
+    log, sequence = WriteLog(is_for_undoing=is_for_undoing), GraphSequence(OnlyRecording(torch.device("cpu")))
+    with contextlib.suppress(ZeroDivisionError), record(sequence, weights=[weight, other], log=log):
+        for _ in range(2):
+            weight += 1
+            look = diffgraph.eager_on_graph(lambda *seen: shown.append([float(t[0]) for t in seen]))
+            look(weight, other)
+            other += 2
+        if not is_for_undoing:
+            raise ZeroDivisionError
+    assert shown == [[1, 0], [2, 2]]
+    log.undo()
+    assert weight.tolist() == other.tolist() == [0, 0]
+    assert len(log.tensors) == 2
+
+
+# -- the first replay, made twice
+
+
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("made up")
+
+
+def the_first_copy(monkeypatch):
+    monkeypatch.setattr(WriteLog, "contents", no_memory)
+
+
+def the_copy_of(count):
+    def fail(monkeypatch):
+        made, values = [], WriteLog.values
+
+        def values_or_not(*args, **kwargs):
+            made.append(None)
+            return no_memory() if len(made) == count else values(*args, **kwargs)
+
+        monkeypatch.setattr(WriteLog, "values", values_or_not)
+
+    return fail
+
+
+@pytest.mark.parametrize("fail", [the_first_copy, the_copy_of(1), the_copy_of(2)])
+def test_without_memory_for_the_comparison_the_step_is_made_once(fail, monkeypatch):
+    twins = Twins()
+    twins.times(3, batch())
+    with monkeypatch.context() as patched:
+        fail(patched)
+        assert twins(batch()) == "out_of_memory"
+    assert twins.times(2, batch()) == ["out_of_memory"] * 2
+
+
+def test_a_step_that_runs_out_of_memory_itself_is_not_made_again():
+    class Late(Loop):
+        fails = False
+
+        def step(self, x):
+            output = super().step(x, update=False)
+            if self.fails:
+                no_memory()
+            return output
+
+    loop = Late()
+    step = recorded(loop, lambda x: loop.step(x))
+    for _ in range(2):
+        step(batch())
+        loop.optimizer.zero_grad()
+    twin = copy.deepcopy(loop.net)
+    torch.manual_seed(1)
+    Late.fails = True
+    with pytest.raises(torch.OutOfMemoryError):
+        step(batch())
+    torch.manual_seed(1)
+    x = batch()
+    (twin(x + 0.1 * torch.randn_like(x)) - x).square().mean().backward()
+    assert same_bits([p.grad for p in loop.net.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_a_gradient_that_cannot_be_kept_is_not_added_twice():
+    class Sparse(Loop):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Embedding(9, 4, sparse=True)
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=torch.tensor(0.1), fused=True)
+
+        def step(self, x):
+            loss = self.net(x.long().abs()).square().mean()
+            loss.backward()
+            return loss
+
+    twins = Twins(Sparse)
+    twins.eager.everything = twins.recorded.everything = lambda: None
+    with pytest.warns(diffgraph.CaptureWarning, match="gradient of layout"):
+        twins.times(3, batch())
+    assert torch.equal(twins.eager.net.weight.grad.to_dense(), twins.recorded.net.weight.grad.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("share, route", [(1, "replay"), (0, "verify_failed"), (-1, "verify_failed")])
+def test_where_kernels_add_in_no_fixed_order_a_wrong_step_is_still_told_from_noise(share, route, monkeypatch):
+    """A replay that makes no step, or one the other way."""
+    twins = Twins()
+    twins.times(3, batch())
+    weights, run = list(twins.recorded.net.parameters()), StepRecording.run
+
+    @torch.no_grad()
+    def run_a_share(recording, call):
+        before = [w.clone() for w in weights]
+        output = run(recording, call)
+        for weight, then in zip(weights, before, strict=True):
+            weight.copy_(torch.lerp(then, weight, share))
+        return output
+
+    monkeypatch.setattr(StepRecording, "run", run_a_share)
+    monkeypatch.setattr(CpuPool, "runs_while_recording", False)
+    assert twins(batch()) == route
+
+
+def test_results_are_not_close_where_a_dtype_differs_or_one_lacks_a_gradient():
+    gradient = torch.ones(3)
+    assert close([gradient, None], [gradient * 1.1, None], tolerance=0.25)
+    assert not close([gradient, None], [gradient * 1.5, None], tolerance=0.25)
+    assert not close([gradient, None], [None, gradient], tolerance=0.25)
+    assert not close([gradient], [gradient.bfloat16()], tolerance=0.25)
+
+
 # -- what else belongs to training
 
 
@@ -434,6 +596,53 @@ def test_dropout_that_is_drawn_twice_stays_eager():
     assert routes[-2:] == ["capture_failed"] * 2
 
 
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize(
+    "set_it",
+    [
+        lambda: torch.manual_seed(1),
+        torch.seed,
+        lambda: torch.default_generator.manual_seed(1),
+        lambda: torch.default_generator.set_state(torch.Generator().manual_seed(1).get_state()),
+    ],
+    ids=["manual_seed", "seed", "of the generator", "state"],
+)
+def test_a_step_that_sets_a_generator_stays_eager(set_it, at_the_end):
+    class Seeding(Loop):
+        def step(self, x):
+            if not at_the_end:
+                set_it()
+            output = super().step(x)
+            if at_the_end:
+                set_it()
+            return output
+
+    step = recorded(Seeding())
+    assert [route_of(step, batch())[1] for _ in range(5)][-2:] == ["capture_failed"] * 2
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+def test_a_step_that_sets_all_generators_of_gpus_stays_eager():
+    class Seeding(Loop):
+        def step(self, x):
+            torch.cuda.manual_seed_all(1)
+            return super().step(x)
+
+    step = recorded(Seeding())
+    assert [route_of(step, batch())[1] for _ in range(5)][-2:] == ["capture_failed"] * 2
+
+
+def test_a_generator_that_is_set_back_between_draws_is_no_matter():
+    class Trying(Loop):
+        def step(self, x):
+            with torch.random.fork_rng(devices=[]):
+                pass
+            return super().step(x)
+
+    assert Twins(Trying).times(5, batch()) == SETTLED
+
+
 def test_batch_norm_keeps_its_statistics():
     class Normed(Loop):
         def __init__(self):
@@ -498,6 +707,112 @@ def test_numbers_that_the_step_reads_by_name_are_part_of_the_signature(where):
     assert [route_of(step, batch())[1] for _ in range(3)] == ["unseen_signature", "capture", "replay"]
 
 
+def weighted(loop, weight):
+    def step_fn(x):
+        loss = weight() * (loop.net(x) - x).square().mean()
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        return loss
+
+    return step_fn
+
+
+@pytest.mark.parametrize("way", ["key", "nested", "computed", "iterated", "attribute"])
+def test_numbers_in_a_list_or_dict_that_the_step_reads_are_part_of_the_signature(way):
+    weights, loop = {"a": [1.0, 2.0], "b": 1.0}, Loop()
+    owner = SimpleNamespace(weights=weights)
+    ways = {
+        "key": lambda: weights["b"],
+        "nested": lambda: weights["a"][0],
+        "computed": lambda: weights.get("xb"[1:]),
+        "iterated": lambda: sum(weights["a"]),
+        "attribute": lambda: owner.weights["b"],
+    }
+    step = recorded(loop, weighted(loop, ways[way]))
+    assert [route_of(step, batch())[1] for _ in range(5)] == SETTLED
+    weights["a"][0] = weights["b"] = 100.0
+    twin = copy.deepcopy(loop.net)
+    losses = [route_of(step, batch()) for _ in range(3)]
+    assert [route for _, route in losses] == ["unseen_signature", "capture", "replay"]
+    torch.manual_seed(0)
+    assert torch.isclose(losses[0][0], ways[way]() * (twin.eval()(batch()) - batch()).square().mean(), rtol=0.5)
+    weights["a"][0] = weights["b"] = 1.0
+    assert route_of(step, batch())[1] == "replay"
+
+
+def test_a_tensor_in_a_list_that_the_step_reads_must_stay_the_same_one():
+    loop, kept = Loop(), [torch.tensor(1.0)]
+    step = recorded(loop, weighted(loop, lambda: kept[0]))
+    assert [route_of(step, batch())[1] for _ in range(5)] == SETTLED
+    kept[0].fill_(2.0)
+    assert route_of(step, batch())[1] == "replay"
+    kept[0] = torch.tensor(3.0)
+    assert [route_of(step, batch())[1] for _ in range(3)] == ["attributes_changed", "capture", "replay"]
+
+
+@pytest.mark.parametrize("kind", [list, int])
+def test_a_step_that_changes_what_it_reads_at_each_call_is_given_up(kind):
+    loop, kept, count = Loop(), [], 0
+
+    def changing():
+        nonlocal count
+        if kind is list:
+            kept.append(0.5)
+        else:
+            count += 1
+        return 1.0
+
+    step = recorded(loop, weighted(loop, changing))
+    with pytest.warns(diffgraph.CaptureWarning, match="which a replay would not do"):
+        routes = [route_of(step, batch())[1] for _ in range(8)]
+    assert routes[-2:] == ["side_effects"] * 2
+
+
+def test_more_values_than_a_signature_holds_are_not_recorded():
+    loop, table = Loop(), list(range(5000))
+    step = recorded(loop, weighted(loop, lambda: table[1]))
+    assert [route_of(step, batch())[1] for _ in range(3)] == ["unsupported_input"] * 3
+
+
+def test_attributes_are_found_in_the_bytecode_of_every_python():
+    """`f(x, self.args.weight)`, as 3.10, 3.13 and 3.14 compile it; and with so many names that one needs a prefix."""
+    codes = [
+        [("LOAD_FAST", "x"), ("LOAD_FAST", "self"), ("LOAD_ATTR", "args"), ("LOAD_ATTR", "weight")],
+        [("LOAD_FAST_LOAD_FAST", ("x", "self")), ("LOAD_ATTR", "args"), ("LOAD_ATTR", "weight")],
+        [("LOAD_FAST_BORROW_LOAD_FAST_BORROW", ("x", "self")), ("LOAD_ATTR", "args"), ("LOAD_ATTR", "weight")],
+        [("STORE_FAST_LOAD_FAST", ("x", "self")), ("EXTENDED_ARG", 1), ("LOAD_ATTR", "args"), ("LOAD_ATTR", "weight")],
+    ]
+    for code in codes:
+        instructions = [SimpleNamespace(opname=name, argval=argument) for name, argument in code]
+        assert list(paths_of(instructions)) == [("self", ("args",)), ("self", ("args", "weight"))]
+    cut = [SimpleNamespace(opname=name, argval=argument) for name, argument in [*codes[0][:2], ("CALL", 0), codes[0][2]]]
+    assert list(paths_of(cut)) == []
+
+
+@pytest.mark.parametrize("way", ["closure", "attribute", "list"])
+def test_a_module_that_the_step_reads_and_that_was_not_given_is_refused(way):
+    """Its attributes would not be guarded."""
+    loop, net = Loop(), Loop().net
+    nets = [net]
+    used = {"closure": lambda: net, "attribute": lambda: loop.other, "list": lambda: nets[0]}[way]
+    loop.other = net
+
+    def step_fn(x):
+        return own_step(loop, used()(loop.net(x)))
+
+    with pytest.raises(diffgraph.OptionError, match="a module that it was not recorded with; accepted: it in model="):
+        recorded(loop, step_fn)
+    recorded(loop, step_fn, model=[loop.net, torch.nn.Sequential(net)])
+
+
+def test_another_module_than_was_given_runs_eagerly():
+    twins = Twins()
+    twins.settle()
+    twins.both(lambda loop: setattr(loop, "net", copy.deepcopy(loop.net)))
+    assert twins.times(2, batch()) == ["unsupported_input"] * 2
+
+
 def test_paused_runs_eagerly():
     twins = Twins()
     twins.settle()
@@ -530,7 +845,10 @@ def test_twenty_recordings_come_and_go():
         (lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True), r"lr=torch.tensor\(0.001\)"),
         (lambda net: torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3)), "fused=True"),
         (lambda net: torch.optim.SGD(net.parameters(), lr=torch.tensor(1e-3)), "fused=True"),
-        (lambda net: net, "accepted: a torch.optim.Optimizer"),
+        (lambda net: net, "optimizer is of type Net; accepted: a torch.optim.Optimizer"),
+        (lambda net: [], "no optimizer is given; accepted: optimizer="),
+        (lambda net: torch.optim.LBFGS(net.parameters(), lr=torch.tensor(1.0)), "LBFGS runs the loss as often as it needs"),
+        (lambda net: torch.optim.AdamW([{"params": net.parameters(), "lr": None}]), "lr=None, a rate that its step counts out"),
     ],
 )
 def test_an_optimizer_that_reads_on_the_host_is_refused_with_what_to_write_instead(make, message):
@@ -542,7 +860,8 @@ def test_an_optimizer_that_reads_on_the_host_is_refused_with_what_to_write_inste
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"model": "net"}, "accepted: a torch.nn.Module"),
+        ({"model": "net"}, "model is of type str; accepted: a torch.nn.Module"),
+        ({"model": []}, "no model is given; accepted: model="),
         ({"model": torch.nn.DataParallel(torch.nn.Linear(2, 2))}, "wrapped in DataParallel"),
         ({"model": torch.nn.ReLU()}, "no parameter"),
         ({"max_graphs": 0}, "max_graphs is 0"),
@@ -556,10 +875,17 @@ def test_wrong_options_say_what_is_accepted(options, message):
         diffgraph.record_training_step(lambda x: x, **{"optimizer": optimizer, "model": loop.net, **options})
 
 
+def test_a_step_without_its_optimizer_or_of_no_function_is_told_what_is_missing():
+    with pytest.raises(diffgraph.OptionTypeError, match="step_fn is of type int; accepted: a function"):
+        diffgraph.record_training_step(3)
+    with pytest.raises(diffgraph.OptionError, match="no optimizer is given"):
+        diffgraph.record_training_step(lambda x: x, model=torch.nn.Linear(2, 2))
+
+
 def test_a_step_of_another_optimizer_is_refused():
     loop = Loop()
     other = torch.optim.SGD(loop.net.parameters(), lr=torch.tensor(0.1), fused=True)
-    with pytest.raises(diffgraph.OptionError, match="optimizer that it was not recorded with"):
+    with pytest.raises(diffgraph.OptionError, match="'optimizer', an optimizer that it was not recorded with; accepted: it in"):
         diffgraph.record_training_step(loop.step, optimizer=other, model=loop.net)
 
 

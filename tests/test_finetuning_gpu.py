@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 
@@ -111,6 +112,49 @@ def test_a_step_that_fails_to_be_recorded_is_made_once_and_eagerly():
     assert twins.times(6, batch())[-2:] == ["capture_failed"] * 2
     healthy = Twins(RateOnGpu)  # the device is as usable as before
     healthy.settle()
+
+
+@diffgraph.eager_on_graph
+def looked_at(weight):
+    return None
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+def test_a_step_that_fails_after_its_first_segment_has_run_is_undone():
+    class Late(RateOnGpu):
+        def step(self, x):
+            output = super().step(x)
+            looked_at(self.net.first.bias)
+            self.net.first.bias.data.add_(1)
+            looked_at(self.net.first.bias)
+            self.net.first.bias.data.add_(output["loss"].item())
+            return output
+
+    twins = Twins(Late)
+    assert twins.times(6, batch())[-2:] == ["capture_failed"] * 2
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("place, name", [(torch, "manual_seed"), (torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all")])
+def test_a_step_that_sets_a_generator_stays_eager(place, name):
+    class Seeding(RateOnGpu):
+        def step(self, x):
+            getattr(place, name)(1)
+            return super().step(x)
+
+    assert Twins(Seeding).times(5, batch())[-2:] == ["capture_failed"] * 2
+
+
+def test_recording_a_module_leaves_its_statistics_as_they_were():
+    loop = RateOnGpu()
+    loop.net.dropout = torch.nn.BatchNorm1d(16).to(DEVICE)
+    eager = copy.deepcopy(loop.net)
+    diffgraph.accelerate_module(loop.net, training=True)
+    for i in range(6):
+        for net in (loop.net, eager):
+            net(batch(i).to(DEVICE)).square().mean().backward()
+        assert same_bits(list(loop.net.buffers()), list(eager.buffers()))
+    assert diffgraph.report(loop.net).replays >= 4
 
 
 def test_a_scaler_in_half_precision():

@@ -25,9 +25,14 @@ def checked(given: Any) -> list[Optimizer]:
     """The optimizers given as `optimizer=`. Raises `OptionTypeError`; and `OptionError` for one whose step reads on the host."""
     several = list(given) if isinstance(given, (list, tuple)) else [given]
     optimizers = list(map(unwrapped, several))
+    if not optimizers:
+        raise OptionError("no optimizer is given; accepted: optimizer=the torch.optim.Optimizer it steps, or several")
     for optimizer in optimizers:
+        kind = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):
-            raise OptionTypeError(f"optimizer is a {type(optimizer).__name__}; accepted: a torch.optim.Optimizer, or several")
+            raise OptionTypeError(f"optimizer is of type {kind}; accepted: a torch.optim.Optimizer, or several in a list")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise OptionError(f"{kind} runs the loss as often as it needs, as no replay can; accepted: AdamW, say")
         for i, group in enumerate(optimizer.param_groups):
             _check_group(f"param group {i} of {type(optimizer).__name__}", group)
     return optimizers
@@ -36,6 +41,8 @@ def checked(given: Any) -> list[Optimizer]:
 def _check_group(name: str, group: dict[str, Any]) -> None:
     devices = {parameter.device.type for parameter in group["params"]}
     rate = group["lr"] if "lr" in group else torch.zeros((), device=next(iter(devices), "cpu"))
+    if rate is None:  # Adafactor's own schedule
+        raise OptionError(f"{name} has lr=None, a rate that its step counts out on the host; accepted: lr=torch.tensor(1e-3)")
     if not isinstance(rate, torch.Tensor):
         raise OptionError(
             f"{name} has lr={rate!r}, a number, which a recording would hold on to; accepted: lr=torch.tensor({rate!r}), which "

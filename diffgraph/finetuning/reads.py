@@ -1,12 +1,12 @@
 """What a step function reads by name beside its arguments, and what it leaves changed there: a replay runs none of its Python.
 
 Its closure, its module's globals, its own object's attributes, and those of the functions of the same module that it calls. Plain
-values are part of the signature. Other objects must stay the same ones, and a call must leave their attributes as they were.
+values are part of the signature, and so are those that its lists and dicts hold. Other objects must stay the same ones, and a
+call must leave their attributes as they were.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diffgraph.finetuning.bytecode import names_in, paths_in
+from diffgraph.finetuning.held import CONTAINERS, Held
 from diffgraph.guards.contents import copied, is_alike, is_container, items_of
 from diffgraph.signature import is_constant
 
@@ -21,6 +23,7 @@ _DEPTH = 4
 _ABSENT = object()
 #: Whose state is compared elsewhere, or which have none that Python could change.
 _NOT_FOLLOWED = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, torch.utils.data.DataLoader)
+_CHECKED = (torch.nn.Module, torch.optim.Optimizer)
 _CODE = (FunctionType, MethodType, ModuleType, type, functools.partial)
 
 Get = Callable[[], Any]
@@ -39,30 +42,50 @@ class Reads:
         self._names: dict[str, Get] = {}
         self._paths: dict[str, tuple[Get, tuple[str, ...]]] = {}  # `args.weight`: from a name to an attribute's attribute
         self._owners: list[Any] = []
+        self._held: dict[int, Held] = {}
         self._follow(fn, set())
         self._then = self.objects()
 
     def values(self) -> list[Any]:
-        """The plain ones, by name."""
-        named = [(name, value) for name, get in self._names.items() if is_constant(value := get())]
-        reached = ((name, _reached(get(), path)) for name, (get, path) in self._paths.items())
-        return named + [(name, value) for name, value in reached if is_constant(value)]
+        """The plain ones, and what containers hold of them."""
+        plain = [value for _, value in self._found() if is_constant(value)]
+        return plain + [value for held in self._look() for value in held.plain]
 
     def objects(self) -> dict[str, Any]:
-        found = {name: get() for name, get in self._names.items()}
-        return {name: value for name, value in found.items() if not is_constant(value)}
+        found = {name: value for name, value in self._found() if not is_constant(value)}
+        for held in self._look():
+            inner = enumerate(held.objects)
+            found.update((f"{held.name}[{i}]", value) for i, value in inner if isinstance(value, _CHECKED))
+        return found
 
     def replaced(self) -> str | None:
         """The name of an object that is another one than when last looked at."""
         now = self.objects()
         changed = [name for name, then in self._then.items() if now.get(name) is not then]
+        for held in self._held.values():
+            changed += [held.name] * held.replaced
+            held.replaced = False
         self._then = now
         return next(iter(changed), None)
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        """What stands now under each name, and at the end of each path from one."""
+        yield from ((name, get()) for name, get in self._names.items())
+        reached = ((name, _reached(get(), path)) for name, (get, path) in self._paths.items())
+        yield from ((name, value) for name, value in reached if value is not _ABSENT)
+
+    def _look(self) -> list[Held]:
+        containers = {id(value): (name, value) for name, value in self._found() if isinstance(value, CONTAINERS)}
+        known = {id(held.container): held for held in self._held.values()}
+        for held in known.values():
+            held.look()
+        self._held = {key: known.get(key) or Held(*found) for key, found in containers.items()}
+        return list(self._held.values())
 
     def contents(self) -> list[Seen]:
         """What there is for a call to change."""
         found: dict[int, Seen] = {}
-        for name, value in self.objects().items():
+        for name, value in ((name, get()) for name, get in self._names.items()):
             _note(name, value, found, _DEPTH)
         for owner in self._owners:
             _note(type(owner).__name__, owner, found, _DEPTH)
@@ -88,7 +111,7 @@ class Reads:
     def _follow_method(self, owner: Any, fn: Any, seen: set[int]) -> None:
         if not isinstance(fn, FunctionType):
             return
-        for name in _names(fn.__code__):
+        for name in names_in(fn.__code__):
             if name in getattr(owner, "__dict__", {}):
                 self._add(f"self.{name}", functools.partial(_attribute, owner, name), fn, seen)
             else:
@@ -104,7 +127,7 @@ class Reads:
     def _follow_function(self, fn: FunctionType, seen: set[int]) -> None:
         cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
         free: dict[str, Get] = {name: functools.partial(_content, cell) for name, cell in cells}
-        known = [name for name in _names(fn.__code__) if name in fn.__globals__]
+        known = [name for name in names_in(fn.__code__) if name in fn.__globals__]
         shared: dict[str, Get] = {name: functools.partial(fn.__globals__.get, name, _ABSENT) for name in known}
         for name, get in free.items():
             self._add(name, get, fn, seen)
@@ -115,7 +138,7 @@ class Reads:
             self._add(f"{fn.__qualname__}[{i}]", functools.partial(_itself, value), fn, seen)
 
     def _add_paths(self, roots: dict[str, Get], code: CodeType) -> None:
-        for root, path in _paths(code):
+        for root, path in paths_in(code):
             if root in roots:
                 self._paths.setdefault(".".join([code.co_name, root, *path]), (roots[root], path))
 
@@ -154,28 +177,6 @@ def _note(name: str, value: Any, found: dict[int, Seen], depth: int) -> None:
         return
     for item in inner:
         _note(name, item, found, depth - 1)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _paths(code: CodeType) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Attributes that code reads, by the name that it reads them from: `("args", ("weight",))` for `args.weight`."""
-    root, path = "", ()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_ATTR" and root:
-            path = (*path, str(instruction.argval))
-            yield root, path
-        else:
-            named = instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_FAST")
-            root, path = (str(instruction.argval), ()) if named else ("", ())
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _paths(constant)
 
 
 def _reached(value: Any, path: tuple[str, ...]) -> Any:

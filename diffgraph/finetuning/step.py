@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from diffgraph.ranges import named
 from diffgraph.reasons import Reason
 from diffgraph.report import Report
 from diffgraph.routes import Route, Routes
-from diffgraph.signature import Call, Refused, describe_leaf
+from diffgraph.signature import MAX_LEAVES, Call, Refused, describe_leaf
 from diffgraph.table import Table
 
 logger = logging.getLogger("diffgraph")
@@ -40,8 +41,8 @@ MAX_UNSTEADY = 3
 def record_training_step(
     step_fn: Callable[..., Any],
     *sample_batch: Any,
-    optimizer: Any,
-    model: Any,
+    optimizer: Any = (),
+    model: Any = (),
     max_graphs: int | None = None,
     memory_limit: int | float | str | None = None,
     verify: bool = True,
@@ -89,7 +90,7 @@ def record_training_step(
     """
     if not callable(step_fn) or isinstance(step_fn, torch.nn.Module):
         raise OptionTypeError(
-            f"step_fn is a {type(step_fn).__name__}; accepted: a function that makes one training step of a batch"
+            f"step_fn is of type {type(step_fn).__name__}; accepted: a function that makes one training step of a batch"
         )
     if unknown:
         accepted = "optimizer, model, max_graphs, memory_limit, verify, poison"
@@ -135,6 +136,7 @@ class TrainingStep:
         self._paused = 0
         self._unfit: str | None = None  # why the optimizers cannot be recorded any more
         self._just_changed: Reason | None = None  # since the last step
+        self._moves = 0  # warm-ups in a row that changed a value which is part of the signature
         problem = self._problem()
         if problem is not None:
             raise OptionError(problem[1])
@@ -229,20 +231,31 @@ class TrainingStep:
         """What the step function uses and cannot be recorded with."""
         known = set(map(id, self._optimizers))
         for name, value in self._reads.objects().items():
-            used = optimizers_of.unwrapped(value)
+            used, short = optimizers_of.unwrapped(value), name.rpartition(".")[2]
             if isinstance(used, torch.optim.Optimizer) and id(used) not in known:
-                text = f"the step function reads {name!r}, an optimizer that it was not recorded with; accepted: optimizer={name}"
-                return Reason.OPTIMIZER_CHANGED, text
+                text = f"the step function reads {short!r}, an optimizer that it was not recorded with"
+                return Reason.OPTIMIZER_CHANGED, f"{text}; accepted: it in optimizer="
             if isinstance(value, torch.nn.Module) and (parallel := _parallel(value)) is not None:
                 return Reason.MULTI_DEVICE, parallel
+            if isinstance(value, torch.nn.Module) and not self._knows(value):
+                text = f"the step function reads {short!r}, a module that it was not recorded with"
+                return Reason.UNSUPPORTED_INPUT, f"{text}; accepted: it in model="
         return None
+
+    def _knows(self, module: torch.nn.Module) -> bool:
+        """Whether it is guarded: given as model=, or part of one that was."""
+        parts = chain.from_iterable(given.modules() for given in self._modules)
+        return any(module is known for known in chain(self._modules, parts))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = Call.of(args, kwargs, self._state.device)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in call.leaves):
             raise Refused(Reason.UNSUPPORTED_INPUT, "a tensor of the batch wants gradients")
         signature = call.signature
-        reads = [describe_leaf(0, value, self._state.device, {}) for _, value in self._reads.values()]
+        values = self._reads.values()
+        if len(values) > MAX_LEAVES:
+            raise Refused(Reason.UNSUPPORTED_INPUT, f"more than {MAX_LEAVES} values in the lists and dicts that the step reads")
+        reads = [describe_leaf(0, value, self._state.device, {}) for value in values]
         more = (self._state.gradients.there(), _accumulates())
         return call._replace(signature=signature._replace(leaves=(*signature.leaves, *reads), mode=(*signature.mode, *more)))
 
@@ -251,17 +264,28 @@ class TrainingStep:
     def _warm_up(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The eager step before a recording: state is made, caches fill, kernels are chosen, side effects show."""
         pool = self.memory.pool(self._state.device)
-        before, rng = self._reads.contents(), pool.rng_state()
-        self.routes.note(Route.EAGER, entry.lost or self._just_changed or Reason.UNSEEN_SIGNATURE)
+        before, values, rng = self._reads.contents(), self._reads.values(), pool.rng_state()
+        moves = Reason.SIDE_EFFECTS if self._moves >= MAX_UNSTEADY else None
+        self.routes.note(Route.EAGER, moves or entry.lost or self._just_changed or Reason.UNSEEN_SIGNATURE)
         output = run_eagerly(self._step_fn, args, kwargs)
-        self._state.gradients.bring_home()
+        try:
+            self._state.gradients.bring_home()
+        except Refused as refused:  # the step is made, and eager would be a second one
+            self._refuse(entry, refused.reason, refused.detail)
+            return output
+        except torch.OutOfMemoryError:
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            return output
+        changed, has_moved = self._changed(before), self._reads.values() != values
+        self._moves = self._moves + 1 if has_moved else 0
         if not pool.replayable_rng(rng):
             self._refuse(entry, Reason.SIDE_EFFECTS, "it draws random numbers on the host; draw them on the device")
-        elif (changed := self._changed(before)) is None:
+        elif changed is None and not has_moved:
             entry.seen += 1
         else:
             entry.escapes += 1
-            if entry.escapes >= MAX_UNSTEADY:
+            if max(entry.escapes, self._moves) >= MAX_UNSTEADY:
+                changed = changed or "a value that it reads"
                 self._refuse(entry, Reason.SIDE_EFFECTS, f"it changes {changed}, which a replay would not do")
         return output
 
@@ -316,15 +340,15 @@ class TrainingStep:
         return output
 
     def _verify(self, entry: Entry, recording: StepRecording, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            output, entry.trusted = replay_and_compare(
-                recording, call, self._state.gradients, lambda: run_eagerly(self._step_fn, args, kwargs)
-            )
-        except torch.OutOfMemoryError:
-            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
-            raise Refused(Reason.OUT_OF_MEMORY, "of the copies that verify=True makes") from None
+        output, same = replay_and_compare(
+            recording, call, self._state.gradients, lambda: run_eagerly(self._step_fn, args, kwargs)
+        )
+        entry.trusted = same is True
         if entry.trusted:
             self._note_replay(entry, recording)
+        elif same is None:
+            self.routes.note(Route.EAGER, Reason.OUT_OF_MEMORY, "of the copies that verify=True makes")
+            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
         else:
             self.routes.note(Route.EAGER, Reason.VERIFY_FAILED)
             self._refuse(entry, Reason.VERIFY_FAILED, "its replay differed from eager")
@@ -367,7 +391,10 @@ class TrainingStep:
         before = self._reads.contents()
         with undone(self._state.gradients, self._optimizers, self.memory.pool(self._state.device)):
             run_eagerly(self._step_fn, batch, {})
-            self._state.gradients.bring_home()  # where it leaves any: a place is kept
+            try:
+                self._state.gradients.bring_home()  # where it leaves any: a place is kept
+            except Refused as refused:
+                raise OptionError(f"the step cannot be recorded: {refused}") from None
             changed = self._state.change()
         left = change(before)
         if left is not None:
@@ -377,9 +404,12 @@ class TrainingStep:
 
 def _modules(given: Any) -> list[torch.nn.Module]:
     modules = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not modules:
+        raise OptionError("no model is given; accepted: model=a torch.nn.Module, or several in a list: all that the step runs")
     for module in modules:
         if not isinstance(module, torch.nn.Module):
-            raise OptionTypeError(f"model is a {type(module).__name__}; accepted: a torch.nn.Module, or several in a list")
+            given_type = type(module).__name__
+            raise OptionTypeError(f"model is of type {given_type}; accepted: a torch.nn.Module, or several in a list")
         if (problem := _parallel(module)) is not None:
             raise OptionError(problem)
     return modules

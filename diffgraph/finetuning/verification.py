@@ -7,64 +7,83 @@ from typing import Any
 
 import torch
 
-from diffgraph.compare import same_bits
+from diffgraph.compare import close, same_bits
 from diffgraph.finetuning.gradients import Gradients
 from diffgraph.finetuning.recording import StepRecording
 from diffgraph.signature import Call
-from diffgraph.tensors import bits_of, tensors_in
+from diffgraph.write_log import Contents
 
 #: Where kernels add in no fixed order (most backward passes of attention on a GPU), Adam turns their noise into whole steps of
 #: some weights. Memory that was overwritten is farther off.
 NOISE = 0.25
 
 
-def replay_and_compare(recording: StepRecording, call: Call, gradients: Gradients, eager: Callable[[], Any]) -> tuple[Any, bool]:
-    """What `eager()` returns, and whether a replay did the same to everything: to the bit where kernels are deterministic.
-
-    Raises `torch.OutOfMemoryError` before anything is changed when the copies do not fit.
-    """
+def replay_and_compare(
+    recording: StepRecording, call: Call, gradients: Gradients, eager: Callable[[], Any]
+) -> tuple[Any, bool | None]:
+    """What `eager()` returns, which is called once, and whether a replay did the same to everything: to the bit where kernels
+    are deterministic. `None` where there is no memory for the copies."""
     pool, log = recording.pool, recording.log
-    gradients.bring_home()
-    before, held, rng = log.contents(), gradients.held(), pool.rng_state()
-    replayed = recording.run(call)
-    replayed_state = _State(replayed, recording, gradients)
-    rng_after = pool.rng_state()
-    gradients.put(held)
-    log.restore(before)
-    pool.set_rng_state(rng)
+    try:
+        gradients.bring_home()
+        before = log.contents()
+    except torch.OutOfMemoryError:
+        return eager(), None
+    held, rng = gradients.held(), pool.rng_state()
+    replayed = rng_after = None
+    try:
+        replayed = _State(recording.run(call), recording, gradients, before)
+        rng_after = pool.rng_state()
+    except torch.OutOfMemoryError:
+        pass
+    finally:
+        gradients.put(held)
+        log.restore(before)
+        pool.set_rng_state(rng)
     output = eager()
-    eager_state = _State(output, recording, gradients)
-    exact = pool.runs_while_recording or torch.are_deterministic_algorithms_enabled()
-    same = replayed_state.is_same(eager_state) if exact else replayed_state.is_close(eager_state)
+    if replayed is None:
+        return output, None
+    try:
+        found = _State(output, recording, gradients, before)
+        exact = pool.runs_while_recording or torch.are_deterministic_algorithms_enabled()
+        same = replayed.is_same(found) if exact else replayed.is_close(found)
+    except torch.OutOfMemoryError:  # eager's step is made
+        return output, None
     return output, same and not pool.drew(rng_after)
 
 
 class _State:
-    """What a step leaves: its output, gradients, and all else that it writes."""
+    """What a step leaves: its output, gradients, and all else that it writes. `before`: what was written then held."""
 
-    def __init__(self, output: Any, recording: StepRecording, gradients: Gradients) -> None:
+    def __init__(self, output: Any, recording: StepRecording, gradients: Gradients, before: Contents) -> None:
+        without = [*recording.inputs.tensors, *gradients.homes()]
         self._output = output
         self._gradients = [None if p.grad is None else p.grad.clone() for p in gradients.parameters]
-        self._written = recording.log.values(without=[*recording.inputs.tensors, *gradients.homes()])
+        self._written = recording.log.values(without=without)
+        self._before = recording.log.views(before, without=without)
 
     def is_same(self, other: _State) -> bool:
-        return same_bits(*self._both(other))
+        return same_bits(
+            (self._output, self._gradients, self._written), (other._output, other._gradients, other._written)
+        )
 
     def is_close(self, other: _State) -> bool:
-        return is_close(*self._both(other))
+        """A step is small beside the weights, so not they are compared but what was done to them."""
+        return is_close(
+            (self._output, self._gradients, self._changes()), (other._output, other._gradients, other._changes())
+        )
 
-    def _both(self, other: _State) -> tuple[Any, Any]:
-        return (self._output, self._gradients, self._written), (other._output, other._gradients, other._written)
+    def _changes(self) -> list[torch.Tensor]:
+        return list(map(_change, self._written, self._before))
+
+
+def _change(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    if not now.is_floating_point():
+        return now
+    precise = now.dtype if now.itemsize > 4 else torch.float32
+    return now.to(precise) - before.to(precise)
 
 
 def is_close(a: Any, b: Any) -> bool:
-    """Whether the tensors of two results differ by noise alone."""
-    mine, others = tensors_in(a), tensors_in(b)
-    return [t.shape for t in mine] == [t.shape for t in others] and all(map(_is_close, mine, others))
-
-
-def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not a.is_floating_point():
-        return torch.equal(bits_of(a), bits_of(b))
-    distance = torch.linalg.vector_norm(a.float() - b.float())
-    return bool(distance <= NOISE * torch.linalg.vector_norm(b.float()))
+    """Whether two results differ by noise alone."""
+    return close(a, b, tolerance=NOISE)

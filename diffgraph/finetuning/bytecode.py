@@ -1,0 +1,43 @@
+"""Which names code reads, and which attributes by them, as its bytecode says: from Python 3.10 on, whose opcodes differ."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+#: Superinstructions of 3.13 and after begin alike (`LOAD_FAST_BORROW_LOAD_FAST_BORROW`); what they load last is on top.
+_LOADS = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_FAST", "STORE_FAST_LOAD_FAST")
+
+Path = tuple[str, tuple[str, ...]]
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+def paths_in(code: CodeType) -> Iterator[Path]:
+    """Attributes that code reads, by the name that it reads them from: `("args", ("weight",))` for `args.weight`."""
+    yield from paths_of(dis.get_instructions(code))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from paths_in(constant)
+
+
+def paths_of(instructions: Iterable[Any]) -> Iterator[Path]:
+    root, path = "", ()
+    for instruction in instructions:
+        name, argument = instruction.opname, instruction.argval
+        if name in ("EXTENDED_ARG", "CACHE"):  # parts of another
+            continue
+        if name in ("LOAD_ATTR", "LOAD_METHOD") and root:
+            path = (*path, str(argument))
+            yield root, path
+        elif name.startswith(_LOADS):
+            root, path = str(argument[-1] if isinstance(argument, tuple) else argument), ()
+        else:
+            root, path = "", ()
