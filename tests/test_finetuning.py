@@ -13,11 +13,13 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import _training
 import pytest
 import torch
 from _training import SETTLED, Checkpointed, Loop, LoraLoop, Twins, batch, recorded, route_of, sd3  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 import diffgraph
@@ -954,3 +956,89 @@ def test_two_processes_train_one_lora_recorded():
     found = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT, env=alone)
     assert found.returncode == 0, found.stderr
     assert "same loss curve, to the bit" in found.stdout and "replays 10" in found.stdout
+
+
+# -- hooks, which are Python that a replay would not run
+
+
+def zero_gradients(optimizer, *_):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.zero_()
+
+
+def scale_gradient(p, factor):
+    p.grad.mul_(factor)
+
+
+def patch_step(loop):
+    step = loop.optimizer.step
+    loop.optimizer.step = lambda: (zero_gradients(loop.optimizer), step())[1]
+
+
+def exchange_hook(loop):
+    loop.hook.remove()
+    loop.hook = loop.optimizer.register_step_pre_hook(zero_gradients)
+
+
+HOOKS = [
+    lambda loop: loop.net.first.weight.register_hook(lambda gradient: gradient * 0),
+    lambda loop: loop.net.first.weight.register_post_accumulate_grad_hook(lambda p: scale_gradient(p, 0)),
+    lambda loop: loop.net.second.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0,)),
+    lambda loop: loop.net.second.register_full_backward_pre_hook(lambda module, outer: (outer[0] * 0,)),
+    lambda loop: torch.nn.modules.module.register_module_full_backward_pre_hook(lambda module, outer: (outer[0] * 0,)),
+    lambda loop: loop.optimizer.register_step_pre_hook(zero_gradients),
+    lambda loop: register_optimizer_step_pre_hook(zero_gradients),
+]
+
+
+@pytest.mark.parametrize("add", HOOKS)
+def test_hooks_of_backward_and_of_optimizers_run_eagerly_until_they_are_gone(add):
+    twins = Twins()
+    twins.settle()
+    handles = []
+    try:
+        twins.both(lambda loop: handles.append(add(loop)))
+        assert twins.times(3, batch()) == ["hooks_changed"] * 3
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert twins.times(3, batch()) == ["hooks_changed", "capture", "replay"]
+
+
+def test_a_hook_that_was_there_from_the_start_is_not_recorded():
+    class Counting(Loop):
+        def __init__(self):
+            super().__init__()
+            count = iter(range(100))
+            self.net.first.weight.register_post_accumulate_grad_hook(lambda p: scale_gradient(p, next(count)))
+            self.hook = self.optimizer.register_step_pre_hook(lambda *_: None)
+
+    twins = Twins(Counting)
+    assert twins.times(5, batch()) == ["hooks_changed"] * 5
+    twins.both(exchange_hook)
+    assert twins.times(2, batch()) == ["hooks_changed"] * 2
+
+
+def test_a_step_of_the_optimizer_that_is_patched_is_recorded_anew():
+    twins = Twins()
+    twins.settle()
+    twins.both(patch_step)
+    assert twins.times(3, batch()) == ["optimizer_changed", "capture", "replay"]
+
+
+@pytest.mark.parametrize("add", HOOKS[2:5])
+def test_a_modules_backward_hooks_run_eagerly(add):
+    """Those of parameters autograd calls, and those of the optimizer the loop."""
+    made = []
+
+    def loop_fn(loop, i):
+        if i == 4:
+            made.append(add(loop))
+        if i == 7:
+            made.pop().remove()
+        return _training.step(loop, i)
+
+    eager, found, report = _training.trained(Loop, loop_fn, steps=10)
+    assert same_bits(eager, found)
+    assert report.reasons["hooks_changed"] >= 3 and report.replays >= 3

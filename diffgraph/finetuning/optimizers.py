@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from diffgraph.errors import OptionError, OptionTypeError
 from diffgraph.guards.composed import addresses
@@ -36,6 +37,13 @@ def checked(given: Any) -> list[Optimizer]:
         for i, group in enumerate(optimizer.param_groups):
             _check_group(f"param group {i} of {type(optimizer).__name__}", group)
     return optimizers
+
+
+def have_hooks(optimizers: Iterable[Optimizer]) -> bool:
+    """Whether their steps call hooks, of their own or of the whole process."""
+    everyones = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    own = chain.from_iterable((o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks) for o in optimizers)
+    return any(chain(everyones, own))
 
 
 def _check_group(name: str, group: dict[str, Any]) -> None:
@@ -84,7 +92,7 @@ class OptimizerState:
                 found += group["params"]
                 found += [group.get(key) for key in optimizer.defaults]  # not what schedulers keep there for themselves
             found += chain.from_iterable(map(dict.values, optimizer.state.values()))
-            found += [len(t) for t in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
+            found.append(optimizer.step)  # schedulers, for one, wrap it
         tensors = [value for value in found if isinstance(value, torch.Tensor)]
         return [value for value in found if not isinstance(value, torch.Tensor)], tensors, addresses(tensors)
 
