@@ -1042,3 +1042,76 @@ def test_a_modules_backward_hooks_run_eagerly(add):
     eager, found, report = _training.trained(Loop, loop_fn, steps=10)
     assert same_bits(eager, found)
     assert report.reasons["hooks_changed"] >= 3 and report.replays >= 3
+
+
+# -- optimizers that keep count on the host
+
+
+class Lookahead(torch.optim.AdamW):
+    """As it is mostly written, with the count in the groups; pulled back every third step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for group in self.param_groups:
+            group["counter"] = [0]
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["counter"][0] = (group["counter"][0] + 1) % 3
+            if group["counter"][0] == 0:
+                torch._foreach_mul_(group["params"], 0.5)
+
+
+class Counting(torch.optim.AdamW):
+    count = 0
+    pull = 0.5
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        self.count += 1
+        if self.count % 3 == 0:
+            torch._foreach_mul_(self.param_groups[0]["params"], self.pull)
+
+
+class Pulled(torch.optim.AdamW):
+    pull = 0.5
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        torch._foreach_mul_(self.param_groups[0]["params"], self.pull)
+
+
+def optimized_by(kind):
+    class Own(Loop):
+        def __init__(self):
+            super().__init__()
+            self.optimizer = kind(self.net.parameters(), lr=torch.tensor(1e-2), fused=True)
+
+    return Own
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("kind", [Lookahead, Counting])
+def test_an_optimizer_that_keeps_count_on_the_host_stays_eager(kind):
+    twins = Twins(optimized_by(kind))
+    with pytest.warns(diffgraph.CaptureWarning, match="which a replay would not do"):
+        twins.times(8, batch())
+    report = diffgraph.report(twins.step)
+    assert report.captures == report.replays == 0 and report.reasons["side_effects"] >= 1
+
+
+def test_a_sample_batch_leaves_the_count_of_an_optimizer_as_it_was():
+    loop = optimized_by(Counting)()
+    diffgraph.record_training_step(loop.step, batch(), optimizer=loop.optimizer, model=loop.net)
+    assert loop.optimizer.count == 0
+
+
+def test_an_attribute_of_the_optimizer_that_is_set_is_seen():
+    twins = Twins(optimized_by(Pulled))
+    twins.settle()
+    twins.both(lambda loop: setattr(loop.optimizer, "pull", 0.25))
+    assert twins.times(3, batch()) == ["optimizer_changed", "capture", "replay"]
