@@ -1115,3 +1115,64 @@ def test_an_attribute_of_the_optimizer_that_is_set_is_seen():
     twins.settle()
     twins.both(lambda loop: setattr(loop.optimizer, "pull", 0.25))
     assert twins.times(3, batch()) == ["optimizer_changed", "capture", "replay"]
+
+
+# -- where gradients are
+
+
+class Flat(Loop):
+    """All gradients in one buffer, which is scaled between the step that accumulates and the one of the optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        parameters = list(self.net.parameters())
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters))
+        for p, part in zip(parameters, self.buffer.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p)
+
+    def everything(self):
+        assert all(p.grad.untyped_storage().data_ptr() == self.buffer.data_ptr() for p in self.net.parameters())
+        return super().everything(), self.buffer.clone()
+
+
+def scale_buffer_and_step(loop):
+    loop.buffer.mul_(0.5)
+    loop.optimizer.step()
+    loop.buffer.zero_()
+
+
+def test_gradients_stay_in_the_tensors_they_came_in():
+    twins, routes = Twins(Flat), []
+    for i in range(6):
+        routes += twins.times(2, batch(i), update=False)
+        twins.both(scale_buffer_and_step)
+    assert routes[-6:] == ["replay"] * 6
+
+
+@pytest.mark.parametrize("is_accumulated", [False, True])
+def test_gradients_that_are_kept_are_not_overwritten(is_accumulated):
+    """The step leaves new ones, or adds to those that are there; somebody keeps them, and starts with none."""
+
+    class Kept(Loop):
+        def __init__(self):
+            super().__init__()
+            self.kept = []
+
+        def step(self, x):
+            if not is_accumulated:
+                self.optimizer.zero_grad()
+            return super().step(x, update=False)
+
+        def everything(self):
+            return super().everything(), [[g.clone() for g in gradients] for gradients in self.kept]
+
+    def keep(loop):
+        loop.kept.append([p.grad for p in loop.net.parameters()])
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    twins, routes = Twins(Kept), []
+    for i in range(6):
+        routes += twins.times(2, batch(i))
+        twins.both(keep)
+    assert routes[-6:] == ["replay"] * 6

@@ -269,7 +269,7 @@ class TrainingStep:
         self.routes.note(Route.EAGER, moves or entry.lost or self._just_changed or Reason.UNSEEN_SIGNATURE)
         output = run_eagerly(self._step_fn, args, kwargs)
         try:
-            self._state.gradients.bring_home()
+            self._state.gradients.make_homes()
         except Refused as refused:  # the step is made, and eager would be a second one
             self._refuse(entry, refused.reason, refused.detail)
             return output
@@ -392,7 +392,7 @@ class TrainingStep:
         with undone(self._state.gradients, self._optimizers, self.memory.pool(self._state.device)):
             run_eagerly(self._step_fn, batch, {})
             try:
-                self._state.gradients.bring_home()  # where it leaves any: a place is kept
+                self._state.gradients.make_homes()  # where it leaves any: a place is kept
             except Refused as refused:
                 raise OptionError(f"the step cannot be recorded: {refused}") from None
             changed = self._state.change()
