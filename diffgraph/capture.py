@@ -63,6 +63,11 @@ class Recording:
     def breaks(self) -> int:
         return self.sequence.breaks
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a run waits for what is to follow it, a backward, and what it left in the pool is needed till then."""
+        return False
+
     def readers(self) -> list[torch.nn.Module]:
         """The modules in whose forwards Python reads values, or sizes that depend on values."""
         found = [step.reader() for step in self.sequence.steps if isinstance(step, Break) and step.reader is not None]
@@ -126,7 +131,7 @@ class Recording:
         left, self.left = self.left, None
         return spec == self.left_spec and same_bits(leaves, left)
 
-    def _set_outputs(self, output: Any, changed: tuple[list[Any], Spec] | None, is_born: Callable[[torch.Tensor], bool]) -> None:
+    def set_outputs(self, output: Any, changed: tuple[list[Any], Spec] | None, is_born: Callable[[torch.Tensor], bool]) -> None:
         """`changed`: what the forward left in the containers that it was given."""
         left, self.left_spec = (None, None) if changed is None else changed
         leaves, self._spec = flatten((output, left), objects=True)
@@ -165,7 +170,7 @@ class EagerRecording(Recording):
             self.inputs.copy_from(call.leaves)
             args, kwargs = self.inputs.call()
             output = map_leaves(settled, self._forward(*args, **kwargs), objects=True)
-            self._set_outputs(output, self.inputs.changed(args, kwargs), lambda _: False)
+            self.set_outputs(output, self.inputs.changed(args, kwargs), lambda _: False)
             return self.outputs(call.leaves)
 
 
@@ -268,7 +273,7 @@ def _recorded(
         check_outputs((output, changed and changed[0]))
         _check_host_reads(sequence)
     recording.wrote_inputs = bool(recorder.written)
-    recording._set_outputs(output, changed, recorder.is_born)
+    recording.set_outputs(output, changed, recorder.is_born)
     recording.draws = recording.pool.drew(rng)
     recording.unused_breaks = break_points.unused(around.breaks, sequence)
     result = recording.outputs(call.leaves)

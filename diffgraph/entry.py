@@ -49,6 +49,10 @@ class Entry:
         """Whether a replay with such a prompt was compared: where the first ones filled their bucket, none with padding was."""
         return self.trusted_padded if is_short(prompt) else self.trusted
 
+    @property
+    def is_in_use(self) -> bool:
+        return self.recording is not None and self.recording.in_flight
+
     def evict(self) -> None:
         """Make room for others."""
         self.release()

@@ -1,8 +1,9 @@
-"""Who may stay in memory: one pool a device for all signatures, a limit, and which recording goes first."""
+"""Who may stay in memory: pools that all signatures share, a limit a device, and which recording goes first."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from typing import Protocol
 
@@ -16,53 +17,72 @@ MAX_GRAPHS = 32
 
 
 class Evictable(Protocol):
+    @property
+    def is_in_use(self) -> bool:
+        """Whether to evict it now would give nothing back."""
+        ...
+
     def evict(self) -> None: ...
 
 
 class Memory:
-    """The pools of one accelerated pipeline, and its budget. Every method but `pool` is called under that pool's lock."""
+    """The pools of one accelerated pipeline, and its budget. The pools of a device share a lock, under which all is called but
+    `lock`, `pool` and `bytes`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self.asked_for = 0  # recordings made because the user named them
-        self._pools: dict[torch.device, Pool] = {}
-        self._lru: dict[Pool, OrderedDict[Evictable, None]] = {}
+        self._pools: dict[tuple[torch.device, int], Pool] = {}
+        self._locks: dict[torch.device, threading.RLock] = {}
+        self._lru: dict[torch.device, OrderedDict[Evictable, None]] = {}
 
-    def pool(self, device: torch.device) -> Pool:
-        pool = self._pools.get(device)
+    def lock(self, device: torch.device) -> threading.RLock:
+        return self._locks.setdefault(device, threading.RLock())
+
+    def pool(self, device: torch.device, lane: int = 0) -> Pool:
+        """`lane`: which of those whose memory is in use at the same time, where there are several."""
+        pool = self._pools.get((device, lane))
         if pool is None:
-            pool = self._pools.setdefault(device, new_pool(device, poison=self._options.poison))
-            self._lru.setdefault(pool, OrderedDict())
+            pool = new_pool(device, poison=self._options.poison)
+            pool.lock = self.lock(device)
+            self._lru.setdefault(pool.device, OrderedDict())
+            pool = self._pools.setdefault((device, lane), pool)
         return pool
 
     def admit(self, entry: Evictable, pool: Pool) -> bool:
         """Take in a new recording, evicting the least recently used until the budget holds. False: it does not fit even alone."""
-        recordings = self._lru[pool]
+        recordings = self._lru[pool.device]
         recordings[entry] = None
-        while len(recordings) > (self._options.max_graphs or max(MAX_GRAPHS, self.asked_for)):
-            self._evict_oldest(pool)
+        most = self._options.max_graphs or max(MAX_GRAPHS, self.asked_for)
+        while len(recordings) > most and self._evict_oldest(recordings):
+            pass
         limit = self._limit(pool.device)
-        if limit is None or pool.bytes() <= limit:
+        if limit is None or self.bytes(pool.device) <= limit:
             return True
         alone = len(recordings) == 1
         # A CUDA pool gives its memory back with its last graph only, so this may end with none: the next capture starts afresh.
-        while recordings and pool.bytes() > limit:
-            self._evict_oldest(pool)
+        while self.bytes(pool.device) > limit and self._evict_oldest(recordings):
+            pass
         return entry in recordings or not alone
 
     def touch(self, entry: Evictable, pool: Pool) -> None:
-        if entry in self._lru[pool]:
-            self._lru[pool].move_to_end(entry)
+        if entry in self._lru[pool.device]:
+            self._lru[pool.device].move_to_end(entry)
 
     def forget(self, entry: Evictable, pool: Pool) -> None:
-        self._lru[pool].pop(entry, None)
+        self._lru[pool.device].pop(entry, None)
 
-    def bytes(self) -> int:
-        return sum(pool.bytes() for pool in list(self._pools.values()))
+    def bytes(self, device: torch.device | None = None) -> int:
+        """That the pools hold now, on `device` or on all."""
+        return sum(pool.bytes() for pool in list(self._pools.values()) if device in (None, pool.device))
 
-    def _evict_oldest(self, pool: Pool) -> None:
-        entry, _ = self._lru[pool].popitem(last=False)
-        entry.evict()
+    def _evict_oldest(self, recordings: OrderedDict[Evictable, None]) -> bool:
+        oldest = next((entry for entry in recordings if not entry.is_in_use), None)
+        if oldest is None:
+            return False
+        del recordings[oldest]
+        oldest.evict()
+        return True
 
     def _limit(self, device: torch.device) -> int | None:
         limit = self._options.memory_limit

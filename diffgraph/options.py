@@ -33,6 +33,7 @@ class Options:
     prompt_buckets: str | tuple[int, ...] | None = "auto"
     collectives: str = "record"
     compile_blocks: Mapping[str, Any] | None = None  # keyword arguments of `torch.compile`
+    training: bool = False  # see `accelerate_module`
 
 
 def checked(
@@ -49,12 +50,13 @@ def checked(
     poison: Any,
     collectives: Any,
     unknown: dict[str, Any],
+    training: Any = False,
 ) -> Options:
     """Options, or an `OptionError`/`OptionTypeError` that says what was given and what is accepted."""
     if unknown:
         accepted = (
-            "capture_shapes and components (for a pipeline), backend, capture, breaks, max_graphs, memory_limit, verify, poison, "
-            "prompt_buckets, compile_blocks, collectives"
+            "capture_shapes and components (for a pipeline), training (for a module), backend, capture, breaks, max_graphs, "
+            "memory_limit, verify, poison, prompt_buckets, compile_blocks, collectives"
         )
         raise OptionTypeError(f"unknown option {', '.join(map(repr, unknown))}; accepted: {accepted}")
     _one_of("backend", backend, BACKENDS)
@@ -62,12 +64,21 @@ def checked(
     _one_of("collectives", collectives, COLLECTIVES)
     _true_or_false("verify", verify)
     _true_or_false("poison", poison)
+    _true_or_false("training", training)
     if backend == "full" and not isinstance(breaks, str):
         raise OptionError("backend='full' records one graph without breaks; accepted with it: breaks='auto'")
     if backend == "full" and collectives == "break":
         raise OptionError("backend='full' records one graph without breaks; accepted with it: collectives='record'")
     if capture == "auto":
         capture = "startup" if has_shapes else "on_demand"
+    if training:
+        _for_training(
+            backend=(backend, "breakable"),
+            capture=(capture, "on_demand"),
+            breaks=(breaks, "auto"),
+            collectives=(collectives, "record"),
+            compile_blocks=(compile_blocks, False),
+        )
     return Options(
         backend=backend,
         capture=capture,
@@ -79,7 +90,18 @@ def checked(
         prompt_buckets=_buckets(prompt_buckets),
         collectives=collectives,
         compile_blocks=_compile(compile_blocks, backend),
+        training=training,
     )
+
+
+def _for_training(**options: tuple[Any, Any]) -> None:
+    """Of each, what was given, and what the recording of a forward with its backward can do."""
+    for name, (given, accepted) in options.items():
+        if given != accepted:
+            raise OptionError(
+                f"training=True records forward and backward on demand, each as it is; accepted with it: {name}={accepted!r}; "
+                f"given: {given!r}"
+            )
 
 
 def _one_of(name: str, value: Any, accepted: tuple[str, ...]) -> None:

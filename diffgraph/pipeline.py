@@ -17,7 +17,6 @@ from diffgraph.errors import (
     OptionError,
     OptionTypeError,
 )
-from diffgraph.finetuning.module import GradientRunner
 from diffgraph.finetuning.step import TrainingStep
 from diffgraph.memory import Memory
 from diffgraph.options import Options, checked
@@ -98,6 +97,7 @@ def accelerate_pipeline(
     if capture_shapes is not None and isinstance(pipe, torch.nn.Module):
         raise OptionTypeError("capture_shapes need a pipeline to run through; a module is recorded by calling it")
     shapes = load_shapes(capture_shapes) if capture_shapes is not None else []
+    training = unknown.pop("training", False) if isinstance(pipe, torch.nn.Module) else False  # see `accelerate_module`
     options = checked(
         backend=backend,
         capture=capture,
@@ -110,6 +110,7 @@ def accelerate_pipeline(
         verify=verify,
         poison=poison,
         collectives=collectives,
+        training=training,
         unknown=unknown,
     )
     if any(_serves(module, pipe) for module in modules.values()):
@@ -135,20 +136,15 @@ def accelerate_module(module: M, *, training: bool = False, **options: Any) -> M
         training: record calls under gradients as well: the forward, and the backward that autograd will run, in a training loop
             that is not ours (`record_training_step` gains more). Parameters get their gradients from autograd as ever, so
             optimizers, accumulation, DDP and its `no_sync` work as they are; DDP's exchange no longer overlaps with backward.
-            Up to eight forwards may wait for their backwards; each backward runs once.
+            Up to eight forwards may wait for their backwards; each backward runs once. Neither `backend`, `capture`, `breaks`,
+            `collectives` nor `compile_blocks` can be chosen with it, and prompts are padded without gradients alone.
     """
-    if not isinstance(training, bool):
-        raise OptionTypeError(f"training is {training!r}; accepted: True or False")
     if not isinstance(module, torch.nn.Module):
         raise OptionTypeError(f"{type(module).__name__} is no torch.nn.Module; for a pipeline, use accelerate_pipeline")
     for name in ("capture_shapes", "components"):
         if name in options:
             raise OptionTypeError(f"accelerate_module takes no {name}: there is no pipeline to run; call the module instead")
-    accelerate_pipeline(module, **options)
-    if training:
-        for runner in accelerated(module):
-            runner.training = GradientRunner(runner.name, runner.positional, runner.options)
-    return module
+    return accelerate_pipeline(module, training=training, **options)
 
 
 def restore_pipeline(pipe: P) -> P:
@@ -231,6 +227,11 @@ def _runner(module: torch.nn.Module) -> Runner | None:
 
 
 def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
+    if isinstance(pipe, TrainingStep):
+        raise NotAcceleratedError(
+            "a TrainingStep records at its own calls; accepted: `step.close()` gives back what it holds, after which it records "
+            "anew, `diffgraph.report(step)` and `diffgraph.paused(step)`"
+        )
     found = _found(pipe)
     if not found:
         kind = type(pipe).__name__

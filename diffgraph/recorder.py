@@ -35,7 +35,7 @@ from diffgraph.sequence import Binding, Break, Buffer, GraphSequence, HostTensor
 from diffgraph.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
 from diffgraph.tree import flatten, map_leaves, unflatten
 from diffgraph.untraced import untraced
-from diffgraph.write_log import WriteLog
+from diffgraph.write_log import WriteLog, WritesNoted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -394,7 +394,7 @@ class Recorder(TorchDispatchMode):
             step.where = calling_line()
             ambient = Ambient.now(self.pool.device.type)
             step.ambient = ambient if ambient != self.sequence.ambient else None
-            with self._inside_break(name):
+            with self._inside_break(name, fn):
                 result = fn(*args, **kwargs)
                 self._generator.look()  # a replay runs it, too
                 step.collectives, self._collectives = self._collectives, 0
@@ -417,12 +417,16 @@ class Recorder(TorchDispatchMode):
         return unflatten(spec, leaves)
 
     @contextmanager
-    def _inside_break(self, name: str) -> Iterator[None]:
-        """Out of the way of what a break calls: it runs as if no capture were open (and may compile, which a mode prevents)."""
+    def _inside_break(self, name: str, fn: Any) -> Iterator[None]:
+        """Out of the way of what a break calls: it runs as if no capture were open (and may compile, which a mode prevents; yet
+        in training, what it writes must be known). An op's writes are noted already."""
+        noted: Any = nullcontext()
+        if self._log is not None and not isinstance(fn, torch._ops.OpOverload):
+            noted = WritesNoted(self._log, self.is_born)
         self.in_break = True
         try:
             # With other ranks we see the collectives of a break, too.
-            with self._writes_noted(name), self.left() if self._ranks is None else nullcontext():
+            with self._writes_noted(name), self.left() if self._ranks is None else nullcontext(), noted:
                 yield
         finally:
             self.in_break = False

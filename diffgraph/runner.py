@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from diffgraph.capture import Recording
 from diffgraph.current import foreign_capture, intercepted, open_recorder
 from diffgraph.entry import PAYS_AFTER, Entry
 from diffgraph.errors import HostValueChanged
+from diffgraph.finetuning.module import GradientRunner
 from diffgraph.insistence import Insistence
 from diffgraph.memory import Memory
 from diffgraph.options import Options
@@ -33,9 +34,6 @@ from diffgraph.table import Table
 from diffgraph.tensors import weights_device
 from diffgraph.traffic import asked_shape
 from diffgraph.visit import Visit
-
-if TYPE_CHECKING:
-    from diffgraph.finetuning.module import GradientRunner
 
 logger = logging.getLogger("diffgraph")
 
@@ -59,7 +57,8 @@ class Runner:
         self.table = Table(name, self.positional)
         self.state = State(options, self.positional)
         self.break_ops: set[Any] = set()  # which failed to be recorded
-        self.training: GradientRunner | None = None  # takes the calls under gradients
+        # Takes the calls under gradients.
+        self.training = GradientRunner(name, self.positional, options, memory) if options.training else None
         self._parallel_config: Any = None
         self._ranks: Ranks | None = None
         self.compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)

@@ -45,6 +45,7 @@ class Signature(NamedTuple):
     spec: Spec
     leaves: tuple[Any, ...]
     mode: tuple[Any, ...]
+    lane: int = 0  # which of the forwards that wait for their backwards at the same time; 0 where none is to come
 
     def without_numbers(self) -> Signature:
         """The same with every number taken out: signatures that then are equal differ in host values alone."""

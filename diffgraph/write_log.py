@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.errors import CaptureError
-from diffgraph.tensors import describe, storage_of
+from diffgraph.recordable import written_by
+from diffgraph.tensors import describe, storage_of, tensors_in
 
 Contents = dict[int, torch.UntypedStorage]
 
@@ -67,3 +71,25 @@ class WriteLog:
         for key, content in contents.items():
             self._storages[key].copy_(content)
         torch.autograd.graph.increment_version(self.tensors)
+
+
+class WritesNoted(TorchDispatchMode):
+    """Inside, what is written and was there before is noted, of what runs at once. `is_known`: tensors that do not matter."""
+
+    def __init__(self, log: WriteLog, is_known: Callable[[torch.Tensor], bool] = lambda _: False) -> None:
+        super().__init__()
+        self._log, self._is_known = log, is_known
+        self._born: dict[int, StorageWeakRef] = {}  # a weak reference keeps a storage's identity from being given to another one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = written_by(func, args, kwargs)
+        outlasting = (t for t in written if storage_of(t) not in self._born and not self._is_known(t))
+        self._log.note(outlasting, runs_now=True)
+        result = func(*args, **kwargs)
+        given = {storage_of(t) for t in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            if tensor.layout == torch.strided and storage_of(tensor) not in given:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._born[reference.cdata] = reference
+        return result

@@ -234,6 +234,28 @@ def test_a_break_between_segments_is_part_of_the_step():
     assert diffgraph.report(twins.step).signatures[0].breaks == 1
 
 
+def test_what_a_break_writes_is_part_of_the_step():
+    class Counting(Loop):
+        def __init__(self):
+            super().__init__()
+            self.count = torch.zeros(3)
+
+        def step(self, x):
+            output = super().step(x)
+            count(self.count)
+            return output
+
+        def everything(self):
+            return super().everything(), self.count.clone()
+
+    Twins(Counting).settle()
+
+
+@diffgraph.eager_on_graph
+def count(tensor):
+    tensor.add_(torch.zeros(3).add_(1))
+
+
 @diffgraph.eager_on_graph
 @torch.no_grad()
 def clamp(weight):

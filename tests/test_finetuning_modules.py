@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from _training import Loop, LoraLoop, accumulated, batch, delayed, sd3, step, trained  # noqa: F401
 
 import diffgraph
 from diffgraph.compare import same_bits
+from diffgraph.current import RECORDING
+from diffgraph.finetuning import module as finetuning_module
+from diffgraph.finetuning import pair as finetuning_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
 
@@ -196,3 +203,160 @@ def test_nothing_is_left_after_restore():
     assert set(vars(loop.net)) == before
     with pytest.raises(diffgraph.OptionTypeError, match="True or False"):
         diffgraph.accelerate_module(loop.net, training="yes")
+
+
+def test_threads_get_the_gradients_of_their_own_calls():
+    net = Loop().net.eval()
+    given = [batch(i) for i in range(8)]
+    parameters = list(net.parameters())
+
+    def gradients(x):
+        return torch.autograd.grad(net(x).square().sum(), parameters)
+
+    wanted = [gradients(x) for x in given]
+    diffgraph.accelerate_module(net, training=True, verify=False)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(gradients, given * 20))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(same_bits(found[i], wanted[i % 8]) for i in range(len(found)))
+    assert diffgraph.report(net).replays > 0
+
+
+class Normed(Loop):
+    """A forward that writes: statistics, and how many batches it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(self.net, torch.nn.BatchNorm1d(8))
+
+    def loss(self, i):
+        torch.manual_seed(i)
+        loss = self.net(batch(i)).square().sum()
+        loss.backward()
+        return loss.detach(), [p.grad for p in self.net.parameters()], [b.clone() for b in self.net.buffers()]
+
+
+@pytest.mark.parametrize("place", [(finetuning_pair.Pair, "run_backward"), (finetuning_module, "same_bits")])
+def test_memory_that_runs_out_while_a_replay_is_verified_costs_nothing_but_the_recording(place, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    eager, recorded = Normed(), Normed()
+    diffgraph.accelerate_module(recorded.net, training=True)
+    for i in range(4):
+        with monkeypatch.context() as patched:
+            if i == 2:
+                patched.setattr(*place, full)
+            assert same_bits(recorded.loss(i), eager.loss(i))
+    report = diffgraph.report(recorded.net)
+    assert report.captures == 1 and report.reasons == {"unseen_signature": 1, "out_of_memory": 2}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        dict(backend="eager"),
+        dict(backend="full"),
+        dict(capture="startup"),
+        dict(compile_blocks=True),
+        dict(collectives="break"),
+        dict(breaks=["first"]),
+    ],
+)
+def test_what_training_would_not_heed_is_refused(option):
+    net = Loop().net
+    with pytest.raises(diffgraph.OptionError, match=rf"accepted with it: {next(iter(option))}="):
+        diffgraph.accelerate_module(net, training=True, **option)
+    with pytest.raises(diffgraph.NotAcceleratedError):
+        diffgraph.report(net)
+
+
+def held_by(**options):
+    """After three forwards in flight at a time, and evaluation at two batch sizes: the report, and that all was right."""
+    loops = Loop(), Loop()
+    diffgraph.accelerate_module(loops[1].net, training=True, poison=True, **options)
+    for i in range(6):
+        losses = [[(loop.net.eval()(batch(i + j)) - 1).square().mean() for j in range(3)] for loop in loops]
+        assert same_bits(*losses)
+        for loss in (*losses[0], *losses[1]):
+            loss.backward()
+        with torch.no_grad():
+            assert same_bits(*(loop.net(batch(i, rows=4 + i % 2)) for loop in loops))
+    assert same_bits(*([p.grad for p in loop.net.parameters()] for loop in loops))
+    return diffgraph.report(loops[1].net)
+
+
+def test_the_memory_limit_is_for_all_forwards_in_flight_and_evaluation_together():
+    free = held_by()
+    assert sum(s.captured for s in free.signatures) == 5
+    one = max(s.memory_bytes for s in free.signatures)
+    tight = held_by(memory_limit=one + one // 2)
+    assert 0 < tight.memory_bytes <= one + one // 2
+    assert tight.replays > 0
+    few = held_by(max_graphs=2)
+    assert sum(s.captured for s in few.signatures) <= 2
+
+
+def test_a_module_of_an_accelerated_pipeline_is_not_trained_before_it_is_restored(sd3):  # noqa: F811
+    pipe, _ = sd3
+    net = pipe.transformer
+    diffgraph.accelerate_pipeline(pipe)
+    try:
+        with pytest.raises(diffgraph.OptionError, match="training=True"):
+            diffgraph.accelerate_module(net, training=True)
+    finally:
+        diffgraph.restore_pipeline(pipe)
+    diffgraph.accelerate_module(net, training=True)
+    diffgraph.restore_pipeline(net)
+    with pytest.raises(diffgraph.OptionTypeError, match="unknown option 'training'"):
+        diffgraph.accelerate_pipeline(pipe, training=True)
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_what_failed_is_tried_again_when_its_cause_is_gone(is_asked):
+    loop = Loop()
+    reads = [True]
+    loop.net.dropout.forward = lambda x: x * (2 if reads and x.sum().item() > 0 else 1)
+    diffgraph.accelerate_module(loop.net, training=True)
+    for i in range(4):
+        loop.step(batch(i))
+    assert diffgraph.report(loop.net).reasons["capture_failed"] == 3
+    if is_asked:
+        reads.clear()
+        diffgraph.capture(loop.net)
+    else:
+        del loop.net.dropout.forward
+    for i in range(4):
+        loop.step(batch(i))
+    assert diffgraph.report(loop.net).replays == 2
+
+
+def test_parameters_have_stand_ins_for_one_recording_at_a_time(monkeypatch):
+    """Modules may share parameters."""
+    loop, free = Loop(), []
+    original = finetuning_pair._as_new_leaves
+
+    def placed(*args):
+        other = threading.Thread(target=lambda: free.append(RECORDING.acquire(blocking=False)))
+        other.start()
+        other.join()
+        return original(*args)
+
+    monkeypatch.setattr(finetuning_pair, "_as_new_leaves", placed)
+    diffgraph.accelerate_module(loop.net, training=True)
+    for i in range(2):
+        loop.step(batch(i))
+    assert free == [False]
+
+
+@pytest.mark.parametrize("tool", [diffgraph.restore_pipeline, diffgraph.capture, diffgraph.explain])
+def test_what_is_for_pipelines_says_what_is_for_training_steps(tool):
+    loop = Loop()
+    made = diffgraph.record_training_step(loop.step, optimizer=loop.optimizer, model=loop.net)
+    with pytest.raises(diffgraph.NotAcceleratedError, match=r"step\.close\(\)"):
+        tool(made)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from diffgraph.routes import Route, Routes
 from diffgraph.signature import Call, Refused
 from diffgraph.static_inputs import StaticInputs
 from diffgraph.table import Table
-from diffgraph.tensors import tensors_in
+from diffgraph.tensors import tensors_in, weights_device
 
 logger = logging.getLogger("diffgraph")
 
@@ -32,92 +34,81 @@ logger = logging.getLogger("diffgraph")
 MAX_IN_FLIGHT = 8
 
 
-class Lanes:
-    """Pools by how many forwards are in flight: the first of them in the first, whatever their signatures."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._memories: list[Memory] = []
-        self._flying: list[Pair | None] = []
-
-    def free(self) -> int:
-        """The first lane in which nothing flies. Raises `Refused` when there is none."""
-        for i, pair in enumerate(self._flying):
-            if pair is None or not pair.in_flight:
-                return i
-        if len(self._flying) == MAX_IN_FLIGHT:
-            raise Refused(Reason.IN_FLIGHT)
-        self._memories.append(Memory(self._options))
-        self._flying.append(None)
-        return len(self._flying) - 1
-
-    def memory(self, lane: int) -> Memory:
-        return self._memories[lane]
-
-    def take(self, lane: int, pair: Pair) -> None:
-        self._flying[lane] = pair
-
-    def bytes(self) -> int:
-        return sum(memory.bytes() for memory in self._memories)
-
-
 class GradientRunner:
     """Stands in for a module's call while gradients are recorded."""
 
-    def __init__(self, name: str, positional: tuple[str, ...], options: Options) -> None:
+    def __init__(self, name: str, positional: tuple[str, ...], options: Options, memory: Memory) -> None:
         self.routes = Routes(f"{name} (training)")
         self.table = Table(f"{name} (training)", positional)
-        self.memory = Lanes(options)
+        self.memory = memory
         self._options = options
         self._state: TrainingState | None = None
+        self._latest: weakref.WeakValueDictionary[int, Pair] = weakref.WeakValueDictionary()  # that took off, by lane
 
     def __call__(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, is_paused: bool) -> Any:
-        try:
-            return self._recorded(module, forward, args, kwargs, is_paused)
-        except Refused as refused:
-            self.routes.note(Route.EAGER, refused.reason, refused.detail)
-        return forward(*args, **kwargs)
+        if open_recorder() is not None or foreign_capture():
+            self.routes.note(Route.EAGER, Reason.NESTED_CAPTURE)  # and without our lock: it comes before `RECORDING`
+            return forward(*args, **kwargs)
+        with self.memory.lock(weights_device(module)):  # eager calls too: the parameters of one in a capture are stand-ins
+            try:
+                return self._recorded(module, forward, args, kwargs, is_paused)
+            except Refused as refused:
+                self.routes.note(Route.EAGER, refused.reason, refused.detail)
+            return forward(*args, **kwargs)
 
     def release(self) -> None:
-        for entry in self.table.clear():
-            self._drop(entry)
-        self._state = None
+        """Drop everything that is recorded, and all that is known."""
+        with nullcontext() if self._state is None else self.memory.lock(self._state.device):
+            for entry in self.table.clear():
+                self._drop(entry)
+            self._state = None
 
     def _recorded(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any, is_paused: bool) -> Any:
         if is_paused:
             raise Refused(Reason.PAUSED)
-        if open_recorder() is not None or foreign_capture() or intercepted():
+        if intercepted():
             raise Refused(Reason.NESTED_CAPTURE)
         state = self._checked_state(module)
-        lane = self.memory.free()
         call = Call.of(args, kwargs, state.device)
-        call = call._replace(signature=call.signature._replace(mode=(*call.signature.mode, lane)))
-        entry = self.table.entries.get(call.signature)
-        if entry is None:
-            entry = self.table.add(call)
-            entry.label += f" (in flight {lane + 1})" if lane else ""
-            # Another lane's forward is as good a warm-up, and fails alike.
-            alike = [e for s, e in self.table.entries.items() if _like(s, call) and e is not entry]
-            entry.seen = int(any(e.seen for e in alike))
-            entry.refused = next((e.refused for e in alike if e.refused is not None), None)
+        call = call._replace(signature=call.signature._replace(lane=self._free_lane()))
+        entry = self.table.entries.get(call.signature) or self._new_entry(call)
         self.routes.log.at(entry.label)
         if entry.refused is not None:
             raise Refused(entry.refused)
-        if entry.recording is None and entry.seen == 0:
+        if entry.recording is None and entry.seen < entry.wait:
             return self._warm_up(entry, state, forward, args, kwargs)
         route = Route.REPLAY if entry.recording is not None else Route.CAPTURE
-        pair = entry.recording or self._capture(entry, state, module, forward, call, lane)
+        pair = entry.recording or self._capture(entry, state, module, forward, call)
         assert isinstance(pair, Pair)
         if route is Route.REPLAY and self._options.verify and not entry.trusted:
             return self._verify(entry, pair, call, forward, args, kwargs)
-        self.memory.memory(lane).touch(entry, pair.pool)
+        self.memory.touch(entry, pair.pool)
         output = pair.call(call)
-        self.memory.take(lane, pair)
+        self._latest[call.signature.lane] = pair
         entry.replays += route is Route.REPLAY
         entry.recent_replays += 1
         self.routes.note(route)
         state.lasts()
         return output
+
+    def _free_lane(self) -> int:
+        """The first lane, from 1 on, in which nothing flies; what flies keeps what it saved in the lane's pool, whatever its
+        signature. Raises `Refused` when there is none."""
+        flying = {lane for lane, pair in self._latest.items() if pair.in_flight}
+        free = next((lane for lane in range(1, MAX_IN_FLIGHT + 1) if lane not in flying), None)
+        if free is None:
+            raise Refused(Reason.IN_FLIGHT)
+        return free
+
+    def _new_entry(self, call: Call) -> Entry:
+        entry, lane = self.table.add(call), call.signature.lane
+        entry.label += f" (in flight {lane})" if lane > 1 else ""
+        # Another lane's forward is as good a warm-up, and fails alike.
+        wanted = call.signature._replace(lane=1)
+        alike = [e for s, e in self.table.entries.items() if s._replace(lane=1) == wanted and e is not entry]
+        entry.seen = int(any(e.seen for e in alike))
+        entry.refused = next((e.refused for e in alike if e.refused is not None), None)
+        return entry
 
     def _checked_state(self, module: torch.nn.Module) -> TrainingState:
         state = self._state
@@ -128,6 +119,7 @@ class GradientRunner:
             for entry in self.table.all_entries():
                 self._drop(entry, lost=change)
                 entry.seen = 0
+                entry.refused = entry.refusal(change)
         if state.refusal is not None:
             raise Refused(state.refusal)
         if not state.gradients.parameters:
@@ -140,7 +132,7 @@ class GradientRunner:
 
     def _warm_up(self, entry: Entry, state: TrainingState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.routes.note(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
-        pool = self.memory.memory(0).pool(state.device)
+        pool = self.memory.pool(state.device)
         rng = pool.rng_state()
         output = forward(*args, **kwargs)
         if not pool.replayable_rng(rng):
@@ -155,15 +147,14 @@ class GradientRunner:
         return output
 
     def _capture(
-        self, entry: Entry, state: TrainingState, module: torch.nn.Module, forward: Callable[..., Any], call: Call, lane: int
+        self, entry: Entry, state: TrainingState, module: torch.nn.Module, forward: Callable[..., Any], call: Call
     ) -> Pair:
-        memory = self.memory.memory(lane)
-        pool = memory.pool(state.device)
+        pool = self.memory.pool(state.device, call.signature.lane)
         before = pool.bytes()
         try:
             with torch.no_grad():
                 inputs = StaticInputs(call)
-            pair = Pair(inputs, memory, pool, state.gradients.parameters)
+            pair = Pair(inputs, pool, state.gradients.parameters)
             pair.record(forward, module)
         except torch.OutOfMemoryError:
             self._drop(entry, refused=Reason.OUT_OF_MEMORY)
@@ -178,46 +169,64 @@ class GradientRunner:
             raise Refused(Reason.SIDE_EFFECTS)
         entry.recording, entry.lost = pair, None
         entry.memory_bytes = pool.bytes() - before
-        if not memory.admit(entry, pool):
+        if not self.memory.admit(entry, pool):
             entry.refused = Reason.OUT_OF_MEMORY
-            raise Refused(Reason.OUT_OF_MEMORY)
+        if entry.recording is None:  # others that are in flight leave it no room
+            raise Refused(entry.refused or Reason.EVICTED)
         return pair
 
     def _verify(self, entry: Entry, pair: Pair, call: Call, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Both, with the outputs for gradients, from the same state; eager's outcome is kept."""
-        before, rng = pair.log.contents(), pair.pool.rng_state()
-        with torch.no_grad():
-            replayed = pair.run(call)
-            incoming = pair.of_wanting(_fresh(replayed, call))
-            gradients = pair.run_backward(incoming)
-        pair.log.restore(before)
-        pair.pool.set_rng_state(rng)
+        """Both, with the outputs for gradients, from the same state. Eager's outcome is kept, also where memory runs out."""
+        replayed: _Undone | None = None
+        is_same: bool | None = None
+        with suppress(torch.OutOfMemoryError):
+            replayed = _Undone(pair, call)
         output = forward(*args, **kwargs)
-        wanting = [t for t in _fresh(output, call) if t.requires_grad]
-        tensors = [*[t for t in pair._distinct(call) if t.requires_grad], *pair.parameters]
-        wanted = torch.autograd.grad(wanting, tensors, incoming, allow_unused=True, retain_graph=True)
-        found, expected = (_fresh(replayed, call), gradients), (_fresh(output, call), list(wanted))
-        exact = pair.pool.runs_while_recording or torch.are_deterministic_algorithms_enabled()
-        entry.trusted = same_bits(found, expected) if exact else is_close(found, expected)
-        if entry.trusted:
+        with suppress(torch.OutOfMemoryError):
+            is_same = None if replayed is None else replayed.is_like(output)
+        if is_same:
+            entry.trusted = True
             entry.replays += 1
             self.routes.note(Route.REPLAY)
-        else:
-            self.routes.note(Route.EAGER, Reason.VERIFY_FAILED)
-            self._drop(entry, refused=Reason.VERIFY_FAILED)
+            return output
+        reason = Reason.OUT_OF_MEMORY if is_same is None else Reason.VERIFY_FAILED
+        self.routes.note(Route.EAGER, reason)
+        self._drop(entry, refused=reason)
+        if is_same is False:
             warnings.warn(f"diffgraph: {entry.label} runs eager: its replay differed from eager", CaptureWarning, stacklevel=6)
         return output
 
     def _drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
         if entry.recording is not None:
-            if isinstance(entry.recording, Pair):
-                entry.recording.memory.forget(entry, entry.recording.pool)
+            self.memory.forget(entry, entry.recording.pool)
             entry.release()
         entry.lost, entry.refused = lost, refused or entry.refused
 
 
-def _like(signature: Any, call: Call) -> bool:
-    return signature._replace(mode=signature.mode[:-1]) == call.signature._replace(mode=call.signature.mode[:-1])
+class _Undone:
+    """A replay, with the outputs for gradients, of which nothing is left but what it gave."""
+
+    def __init__(self, pair: Pair, call: Call) -> None:
+        self._pair, self._call = pair, call
+        before, rng = pair.log.contents(), pair.pool.rng_state()
+        try:
+            with torch.no_grad():
+                self._tensors = _fresh(pair.run(call), call)
+                self._incoming = pair.of_wanting(self._tensors)
+                self._gradients = pair.run_backward(self._incoming)
+        finally:
+            pair.log.restore(before)
+            pair.pool.set_rng_state(rng)
+
+    def is_like(self, output: Any) -> bool:
+        """Whether eager gave the same."""
+        pair, tensors = self._pair, _fresh(output, self._call)
+        wanting = [t for t in tensors if t.requires_grad]
+        leaves = [*pair.wanting_inputs(self._call), *pair.parameters]
+        gradients = torch.autograd.grad(wanting, leaves, self._incoming, allow_unused=True, retain_graph=True)
+        found, expected = (self._tensors, self._gradients), (tensors, list(gradients))
+        exact = pair.pool.runs_while_recording or torch.are_deterministic_algorithms_enabled()
+        return same_bits(found, expected) if exact else is_close(found, expected)
 
 
 def _fresh(output: Any, call: Call) -> list[torch.Tensor]:

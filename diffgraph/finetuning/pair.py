@@ -12,9 +12,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from diffgraph.capture import Recording, check_outputs, settled
+from diffgraph.current import RECORDING
 from diffgraph.devices import Pool
 from diffgraph.errors import CaptureError, ReplayError
-from diffgraph.memory import Memory
 from diffgraph.ranges import opened
 from diffgraph.recorder import Recorder, record
 from diffgraph.sequence import GraphSequence
@@ -35,10 +35,9 @@ class Pair(Recording):
     What the forward saves lies in the pool, so until its backward has run, nothing else may run in that pool.
     """
 
-    def __init__(self, inputs: StaticInputs, memory: Memory, pool: Pool, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, inputs: StaticInputs, pool: Pool, parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__(inputs, GraphSequence(pool))
         self.backward = GraphSequence(pool)
-        self.memory = memory  # which counts it
         self.log = WriteLog(is_for_undoing=True)
         self.parameters = list(parameters)
         self.incoming: list[torch.Tensor] = []  # gradients of those outputs that want them
@@ -62,8 +61,7 @@ class Pair(Recording):
     def call(self, call: Call) -> Any:
         """What the module would return, with a graph behind it whose backward is the recorded one."""
         made: list[Any] = []
-        wanting = [leaf for leaf in self._distinct(call) if leaf.requires_grad]
-        tensors = _Joined.apply(self, call, made, *wanting, *self.parameters)
+        tensors = _Joined.apply(self, call, made, *self.wanting_inputs(call), *self.parameters)
         leaves, spec = made
         fresh = iter(tensors)
         given = set(map(id, call.leaves))
@@ -79,9 +77,10 @@ class Pair(Recording):
         return flight
 
     def land(self) -> None:
-        self._flight = None
-        if self._is_given_up:
-            self.release()
+        with self.pool.lock:  # it may come in a thread of autograd's
+            self._flight = None
+            if self._is_given_up:
+                self.release()
 
     @torch.no_grad()
     def run_backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -97,18 +96,24 @@ class Pair(Recording):
         return [None if g is None else next(copies) for g in self.outgoing]
 
     def of_wanting(self, tensors: Sequence[Any]) -> list[Any]:
+        """Of the distinct tensors among an output, those that want gradients."""
         return [t for t, wants in zip(tensors, self._wanting, strict=True) if wants]
 
-    def release(self) -> None:
-        if self.in_flight:  # once it has landed
-            self._is_given_up = True
-            return
-        super().release()
-        self.backward.reset()
-        self.incoming, self.outgoing, self.log = [], [], WriteLog()
+    def of_others(self, tensors: Sequence[Any]) -> list[Any]:
+        return [t for t, wants in zip(tensors, self._wanting, strict=True) if not wants]
 
-    def _distinct(self, call: Call) -> list[torch.Tensor]:
-        return [call.leaves[at] for at in self.inputs.positions]
+    def wanting_inputs(self, call: Call) -> list[torch.Tensor]:
+        distinct = (call.leaves[at] for at in self.inputs.positions)
+        return [leaf for leaf in distinct if leaf.requires_grad]
+
+    def release(self) -> None:
+        with self.pool.lock:
+            if self.in_flight:  # once it has landed
+                self._is_given_up = True
+                return
+            super().release()
+            self.backward.reset()
+            self.incoming, self.outgoing, self.log = [], [], WriteLog()
 
     # -- recording
 
@@ -131,7 +136,7 @@ class Pair(Recording):
         inputs = [t for t in self.inputs.tensors if t.requires_grad]
         weights = list(chain(module.parameters(), module.buffers()))
         given: dict[str, Any] = {"weights": weights, "inputs": self.inputs.tensors, "log": self.log}
-        with _as_new_leaves(module, self.parameters) as leaves:
+        with RECORDING, _as_new_leaves(module, self.parameters) as leaves:
             with record(self.sequence, **given) as first:
                 output = map_leaves(settled, forward(*args, **kwargs), objects=True)
                 check_outputs(output)
@@ -147,7 +152,7 @@ class Pair(Recording):
                 found = torch.autograd.grad(wanting, [*inputs, *leaves], self.incoming, allow_unused=True)
         if any(g is not None and not has_plain_memory(g) for g in found):
             raise CaptureError("a gradient is no plain dense tensor")
-        self._set_outputs(map_leaves(self._without_graph, output, objects=True), None, first.is_born)
+        self.set_outputs(map_leaves(self._without_graph, output, objects=True), None, first.is_born)
         self.outgoing = [self.pool.alias(g) if g is not None and second.is_born(g) else g for g in found]
         return second
 
@@ -163,7 +168,10 @@ class Pair(Recording):
 @contextmanager
 def _as_new_leaves(module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
     """Inside, each parameter has a stand-in over the same memory. What autograd knows of the parameters themselves (on which
-    stream to accumulate, as the last step's loss or DDP's hooks keep it alive) would bring another stream into a capture."""
+    stream to accumulate, as the last step's loss or DDP's hooks keep it alive) would bring another stream into a capture.
+
+    All threads see the stand-ins. So it is for one recording at a time (`RECORDING`; modules may share parameters), and while the
+    module's own calls wait. Who else lists the parameters of a module in another thread meanwhile gets the stand-ins."""
     made = {id(p): torch.nn.Parameter(p.detach()) for p in parameters}
     tables = [m._parameters for m in module.modules()]
     places = [(table, name, p) for table in tables for name, p in table.items() if p is not None and id(p) in made]
@@ -188,7 +196,7 @@ class _Joined(torch.autograd.Function):
         given = set(map(id, call.leaves))
         found = {id(t): t for t in leaves if isinstance(t, torch.Tensor) and id(t) not in given}
         tensors = tuple(found.values())
-        ctx.mark_non_differentiable(*[t for t, wants in zip(tensors, pair._wanting, strict=True) if not wants])
+        ctx.mark_non_differentiable(*pair.of_others(tensors))
         return tensors
 
     @staticmethod

@@ -88,7 +88,7 @@ def capture_step(
         try:
             gradients.leave(recording.left_gradients)
             gradients.give_back(held)
-            recording._set_outputs(output, None, recorder.is_born)
+            recording.set_outputs(output, None, recorder.is_born)
             result = recording.outputs(call.leaves)
         except Exception as error:
             raise ReplayError(f"the step was made, and what it returns was lost: {error}") from error
