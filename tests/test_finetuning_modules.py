@@ -339,7 +339,7 @@ def test_what_failed_is_tried_again_when_its_cause_is_gone(is_asked):
 def test_parameters_have_stand_ins_for_one_recording_at_a_time(monkeypatch):
     """Modules may share parameters."""
     loop, free = Loop(), []
-    original = finetuning_pair._as_new_leaves
+    original = finetuning_pair.as_new_leaves
 
     def placed(*args):
         other = threading.Thread(target=lambda: free.append(RECORDING.acquire(blocking=False)))
@@ -347,7 +347,7 @@ def test_parameters_have_stand_ins_for_one_recording_at_a_time(monkeypatch):
         other.join()
         return original(*args)
 
-    monkeypatch.setattr(finetuning_pair, "_as_new_leaves", placed)
+    monkeypatch.setattr(finetuning_pair, "as_new_leaves", placed)
     diffgraph.accelerate_module(loop.net, training=True)
     for i in range(2):
         loop.step(batch(i))
@@ -360,3 +360,96 @@ def test_what_is_for_pipelines_says_what_is_for_training_steps(tool):
     made = diffgraph.record_training_step(loop.step, optimizer=loop.optimizer, model=loop.net)
     with pytest.raises(diffgraph.NotAcceleratedError, match=r"step\.close\(\)"):
         tool(made)
+
+
+def test_gradients_of_gradients_are_refused_and_not_dropped():
+    """The penalty of a WGAN-GP, say."""
+    loop = Loop()
+
+    def penalty():
+        x = batch().requires_grad_()
+        (gradient,) = torch.autograd.grad(loop.net(x).sum(), x, create_graph=True)
+        return (gradient.norm(dim=1) - 1).square().mean()
+
+    diffgraph.accelerate_module(loop.net, training=True)
+    for i in range(4):
+        loop.net(batch(i).requires_grad_()).sum().backward()
+    with pytest.raises(diffgraph.ReplayError, match=r"create_graph=True.*accepted: `with diffgraph.paused\(module\)`"):
+        penalty()
+    with diffgraph.paused(loop.net):
+        penalty().backward()
+    loop.net(batch().requires_grad_()).sum().backward()
+    assert diffgraph.report(loop.net).replays == 4
+
+
+class Heads(Loop):
+    """Three outputs, and a layer that none of them uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = TwoHeads()
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=torch.tensor(1e-2), fused=True)
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.one, self.two, self.idle = (torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        hidden = torch.relu(self.trunk(x))
+        return self.one(hidden), self.two(hidden), self.trunk.bias.square()
+
+
+@pytest.mark.parametrize("used", [[0], [1], [2], [0, 2], [0, 1, 2]])
+def test_what_the_loss_does_not_use_gives_no_gradients(used):
+    """Zeros are none: an optimizer moves and decays what has them."""
+
+    def loop_fn(loop, i):
+        loop.optimizer.zero_grad()
+        outputs = loop.net(batch(i))
+        sum(outputs[at].square().mean() for at in used).backward()
+        loop.optimizer.step()
+        return [p.grad is None for p in loop.net.parameters()]
+
+    eager, recorded, report = trained(Heads, loop_fn)
+    assert eager[0] == recorded[0] and same_bits(eager, recorded)
+    assert report.replays == 6
+
+
+def test_an_output_whose_gradient_ends_before_the_module_leaves_it_without():
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    def loop_fn(loop, i):
+        loop.optimizer.zero_grad()
+        Ends.apply(loop.net(batch(i))[0]).sum().backward()
+        return [p.grad is None for p in loop.net.parameters()]
+
+    eager, recorded, _ = trained(Heads, loop_fn)
+    assert recorded[0] == eager[0] == [[True] * 8] * 8
+
+
+def chained(loop, i):
+    """Gradients through several forwards, each of what the one before it gave."""
+    x = y = batch(i)
+    for _ in range(3):
+        y = y + 0.1 * loop.net(y)
+    loop.optimizer.zero_grad()
+    loss = (y - x).square().mean()
+    loss.backward()
+    loop.optimizer.step()
+    return loss.detach()
+
+
+def test_forwards_in_a_chain_train_alike():
+    eager, recorded, report = trained(Loop, chained)
+    assert same_bits(eager, recorded)
+    assert report.captures == 4 and report.replays > 15
+    assert set(report.reasons) == {"unseen_signature"}

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from diffgraph.compare import same_bits
-from diffgraph.current import foreign_capture, intercepted, open_recorder
+from diffgraph.current import RECORDING, foreign_capture, intercepted, open_recorder
 from diffgraph.devices import SUPPORTED
 from diffgraph.entry import Entry
 from diffgraph.errors import CaptureWarning
-from diffgraph.finetuning.pair import Pair
+from diffgraph.finetuning.pair import Pair, as_new_leaves
 from diffgraph.finetuning.state import TrainingState
 from diffgraph.finetuning.verification import is_close
 from diffgraph.memory import Memory
@@ -27,6 +27,7 @@ from diffgraph.signature import Call, Refused
 from diffgraph.static_inputs import StaticInputs
 from diffgraph.table import Table
 from diffgraph.tensors import tensors_in, weights_device
+from diffgraph.tree import unflatten
 
 logger = logging.getLogger("diffgraph")
 
@@ -81,7 +82,7 @@ class GradientRunner:
         pair = entry.recording or self._capture(entry, state, module, forward, call)
         assert isinstance(pair, Pair)
         if route is Route.REPLAY and self._options.verify and not entry.trusted:
-            return self._verify(entry, pair, call, forward, args, kwargs)
+            return self._verify(entry, pair, call, module, forward, args, kwargs)
         self.memory.touch(entry, pair.pool)
         output = pair.call(call)
         self._latest[call.signature.lane] = pair
@@ -175,15 +176,14 @@ class GradientRunner:
             raise Refused(entry.refused or Reason.EVICTED)
         return pair
 
-    def _verify(self, entry: Entry, pair: Pair, call: Call, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Both, with the outputs for gradients, from the same state. Eager's outcome is kept, also where memory runs out."""
-        replayed: _Undone | None = None
+    def _verify(
+        self, entry: Entry, pair: Pair, call: Call, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Both are compared and undone. What is returned is eager's, also where memory runs out."""
         is_same: bool | None = None
         with suppress(torch.OutOfMemoryError):
-            replayed = _Undone(pair, call)
+            is_same = _is_like_eager(pair, call, module, forward)
         output = forward(*args, **kwargs)
-        with suppress(torch.OutOfMemoryError):
-            is_same = None if replayed is None else replayed.is_like(output)
         if is_same:
             entry.trusted = True
             entry.replays += 1
@@ -203,30 +203,38 @@ class GradientRunner:
         entry.lost, entry.refused = lost, refused or entry.refused
 
 
-class _Undone:
-    """A replay, with the outputs for gradients, of which nothing is left but what it gave."""
+def _is_like_eager(pair: Pair, call: Call, module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a replay gives what eager gives from the same state, with the outputs for gradients. Nothing is left of either."""
+    before, rng = pair.log.contents(), pair.pool.rng_state()
 
-    def __init__(self, pair: Pair, call: Call) -> None:
-        self._pair, self._call = pair, call
-        before, rng = pair.log.contents(), pair.pool.rng_state()
-        try:
-            with torch.no_grad():
-                self._tensors = _fresh(pair.run(call), call)
-                self._incoming = pair.of_wanting(self._tensors)
-                self._gradients = pair.run_backward(self._incoming)
-        finally:
-            pair.log.restore(before)
-            pair.pool.set_rng_state(rng)
+    def undo() -> None:
+        pair.log.restore(before)
+        pair.pool.set_rng_state(rng)
 
-    def is_like(self, output: Any) -> bool:
-        """Whether eager gave the same."""
-        pair, tensors = self._pair, _fresh(output, self._call)
-        wanting = [t for t in tensors if t.requires_grad]
-        leaves = [*pair.wanting_inputs(self._call), *pair.parameters]
-        gradients = torch.autograd.grad(wanting, leaves, self._incoming, allow_unused=True, retain_graph=True)
-        found, expected = (self._tensors, self._gradients), (tensors, list(gradients))
-        exact = pair.pool.runs_while_recording or torch.are_deterministic_algorithms_enabled()
-        return same_bits(found, expected) if exact else is_close(found, expected)
+    try:
+        with torch.no_grad():
+            tensors = _fresh(pair.run(call), call)
+            incoming = pair.of_wanting(tensors)
+            gradients = pair.run_backward(incoming)
+    finally:
+        undo()
+    alone = _without_history(call)
+    args, kwargs = unflatten(alone.spec, alone.leaves)
+    try:
+        with RECORDING, as_new_leaves(module, pair.parameters) as leaves:
+            wanted = _fresh(forward(*args, **kwargs), alone)
+            wanting = [t for t in wanted if t.requires_grad]
+            found = torch.autograd.grad(wanting, [*pair.wanting_inputs(alone), *leaves], incoming, allow_unused=True)
+    finally:
+        undo()
+    exact = pair.pool.runs_while_recording or torch.are_deterministic_algorithms_enabled()
+    return (same_bits if exact else is_close)((tensors, gradients), (wanted, list(found)))
+
+
+def _without_history(call: Call) -> Call:
+    """The same on tensors that nothing has led to: the gradients of one forward would run on through those before it."""
+    made = {id(t): t.detach().requires_grad_(t.requires_grad) for t in call.leaves if isinstance(t, torch.Tensor)}
+    return call._replace(leaves=[made.get(id(leaf), leaf) for leaf in call.leaves])
 
 
 def _fresh(output: Any, call: Call) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from diffgraph.capture import Recording, check_outputs, settled
 from diffgraph.current import RECORDING
@@ -42,6 +42,7 @@ class Pair(Recording):
         self.parameters = list(parameters)
         self.incoming: list[torch.Tensor] = []  # gradients of those outputs that want them
         self.outgoing: list[torch.Tensor | None] = []  # of the inputs that want them, and of the parameters
+        self._reach: list[set[int]] = []  # which of `outgoing` each of `incoming` leads to
         self._wanting: list[bool] = []  # which of the distinct tensors among the outputs do
         self._flight: weakref.ref[Flight] | None = None
         self._is_given_up = False
@@ -83,17 +84,23 @@ class Pair(Recording):
                 self.release()
 
     @torch.no_grad()
-    def run_backward(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradients of the inputs that want them and of the parameters, as tensors of their own."""
+    def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the inputs that want them and of the parameters, as tensors of their own: where those outputs that have
+        gradients lead."""
+        reached = set().union(*[reach for reach, g in zip(self._reach, gradients, strict=True) if g is not None])
+        if not reached:
+            return [None] * len(self.outgoing)
         with self.pool.turn():
-            torch._foreach_copy_(self.incoming, list(gradients))  # pyright: ignore[reportPrivateImportUsage]
+            for place, gradient in zip(self.incoming, gradients, strict=True):
+                place.zero_() if gradient is None else place.copy_(gradient)
             self.backward.replay()
-            found = [g for g in self.outgoing if g is not None]
+            outgoing = [g if at in reached else None for at, g in enumerate(self.outgoing)]
+            found = [g for g in outgoing if g is not None]
             made = [torch.empty_like(g) for g in found]
             if found:
                 torch._foreach_copy_(made, found)  # pyright: ignore[reportPrivateImportUsage]
         copies = iter(made)
-        return [None if g is None else next(copies) for g in self.outgoing]
+        return [None if g is None else next(copies) for g in outgoing]
 
     def of_wanting(self, tensors: Sequence[Any]) -> list[Any]:
         """Of the distinct tensors among an output, those that want gradients."""
@@ -136,7 +143,7 @@ class Pair(Recording):
         inputs = [t for t in self.inputs.tensors if t.requires_grad]
         weights = list(chain(module.parameters(), module.buffers()))
         given: dict[str, Any] = {"weights": weights, "inputs": self.inputs.tensors, "log": self.log}
-        with RECORDING, _as_new_leaves(module, self.parameters) as leaves:
+        with RECORDING, as_new_leaves(module, self.parameters) as leaves:
             with record(self.sequence, **given) as first:
                 output = map_leaves(settled, forward(*args, **kwargs), objects=True)
                 check_outputs(output)
@@ -148,6 +155,7 @@ class Pair(Recording):
             if not wanting:
                 raise CaptureError("no output wants gradients")
             self.incoming = [torch.zeros_like(t) for t in wanting]
+            self._reach = [_reached(t, [*inputs, *leaves]) for t in wanting]
             with record(self.backward, after=first, **given) as second:
                 found = torch.autograd.grad(wanting, [*inputs, *leaves], self.incoming, allow_unused=True)
         if any(g is not None and not has_plain_memory(g) for g in found):
@@ -166,7 +174,7 @@ class Pair(Recording):
 
 
 @contextmanager
-def _as_new_leaves(module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+def as_new_leaves(module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
     """Inside, each parameter has a stand-in over the same memory. What autograd knows of the parameters themselves (on which
     stream to accumulate, as the last step's loss or DDP's hooks keep it alive) would bring another stream into a capture.
 
@@ -190,6 +198,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: Pair, call: Call, made: list[Any], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.pair, ctx.flight = pair, pair.take_off()
+        ctx.set_materialize_grads(False)  # an output that the loss does not use gives `None`, not zeros
         ctx.versions = _versions(pair)
         leaves, spec = flatten(pair.run(call), objects=True)
         made += [leaves, spec]
@@ -200,9 +209,13 @@ class _Joined(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         pair, flight = ctx.pair, ctx.flight
+        if torch.is_grad_enabled():
+            raise ReplayError(
+                "create_graph=True asks for gradients of gradients, and a recorded backward has no graph behind it; accepted: "
+                "`with diffgraph.paused(module)` around a forward whose gradients are to have gradients"
+            )
         if flight is None:
             raise ReplayError(
                 "backward through a recorded forward runs once, since it reuses what the forward saved; accepted: "
@@ -215,6 +228,17 @@ class _Joined(torch.autograd.Function):
             return None, None, None, *pair.run_backward(pair.of_wanting(gradients))
         finally:
             pair.land()
+
+
+def _reached(output: torch.Tensor, targets: Sequence[torch.Tensor]) -> set[int]:
+    """Which of the targets the graph behind an output leads to."""
+    seen, waiting = set(), [get_gradient_edge(output).node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {at for at, target in enumerate(targets) if get_gradient_edge(target).node in seen}
 
 
 def _versions(pair: Pair) -> int:
