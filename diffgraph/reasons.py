@@ -32,7 +32,7 @@ class Reason(str, Enum):
         "attributes_changed",
         "a plain attribute of a module, or of an object that a module owns, was changed",
     )
-    HOOKS_CHANGED = "hooks_changed", "forward hooks were added or removed"
+    HOOKS_CHANGED = "hooks_changed", "hooks were added or removed"
     OFFLOAD = "offload", "offloading moves the weights around each forward, so no address lasts"
     STEP_CACHE = "step_cache", "a step cache decides at each step what to compute"
     LAYERWISE_CASTING = "layerwise_casting", "layerwise casting re-allocates the weights around each forward"

@@ -28,7 +28,7 @@ _HOOK_REASONS = (
 def refusal(module: torch.nn.Module, *, trains: bool = False) -> Reason | None:
     """Why no recording of `module` in its present state could be trusted; `None` when one can. `trains`: as part of a training
     step, to which random numbers and statistics belong."""
-    if any(global_hook_tables()):
+    if any(global_hook_tables(trains=trains)):
         return Reason.HOOKS_CHANGED
     parallel = parallel_config(module)
     if parallel is not None and not _is_recordable(parallel):
@@ -37,7 +37,7 @@ def refusal(module: torch.nn.Module, *, trains: bool = False) -> Reason | None:
     for tensor in chain(module.parameters(), module.buffers()):
         devices.add(tensor.device)
     for submodule in module.modules():
-        reason = _hook_refusal(submodule, parallel is not None)
+        reason = _hook_refusal(submodule, parallel is not None, trains)
         if reason is not None:
             return reason
         if not trains and submodule.training and random_or_stateful(submodule):
@@ -53,10 +53,11 @@ def refusal(module: torch.nn.Module, *, trains: bool = False) -> Reason | None:
     return Reason.MULTI_DEVICE if len(devices) > 1 else None
 
 
-def global_hook_tables() -> list[dict[int, Any]]:
+def global_hook_tables(*, trains: bool) -> list[dict[int, Any]]:
     """Hooks that PyTorch calls for every module of the process."""
     module = torch.nn.modules.module
-    return [module._global_forward_hooks, module._global_forward_pre_hooks]
+    of_backward = [module._global_backward_hooks, module._global_backward_pre_hooks] if trains else []
+    return [module._global_forward_hooks, module._global_forward_pre_hooks, *of_backward]
 
 
 def _is_recordable(config: Any) -> bool:
@@ -66,7 +67,9 @@ def _is_recordable(config: Any) -> bool:
     return context is not None and not unequal
 
 
-def _hook_refusal(module: torch.nn.Module, is_parallel: bool) -> Reason | None:
+def _hook_refusal(module: torch.nn.Module, is_parallel: bool, trains: bool) -> Reason | None:
+    if trains and (module._backward_hooks or module._backward_pre_hooks):
+        return Reason.HOOKS_CHANGED
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
     if not all(map(_belongs_to_the_forward, hooks)):
         return Reason.HOOKS_CHANGED

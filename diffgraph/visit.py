@@ -157,8 +157,8 @@ class Visit(NamedTuple):
                 entry.refused = Reason.OUT_OF_MEMORY
 
     def _wrong_result(self, recording: Recording, output: Any) -> Reason | None:
-        """Whether a forward on padded prompts, or of compiled blocks, did what the caller's own would not: its very result must not
-        be returned then."""
+        """Whether a forward on padded prompts, or of compiled blocks, did what the caller's own would not: then its very result
+        must not be returned."""
         if recording.wrote_inputs or recording.left is not None:
             return Reason.SIDE_EFFECTS
         runner = self.runner

@@ -13,11 +13,13 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import _training
 import pytest
 import torch
 from _training import SETTLED, Checkpointed, Loop, LoraLoop, Twins, batch, recorded, route_of, sd3  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 import diffgraph
@@ -1018,3 +1020,223 @@ def test_a_step_that_cannot_be_recorded_runs_once_per_call(has_sample):
         step(batch())
     assert len(list(fetched)) == 20 - 5 - has_sample
     assert diffgraph.report(step).reasons["capture_failed"] >= 2
+
+
+# -- hooks, which are Python that a replay would not run
+
+
+def zero_gradients(optimizer, *_):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.zero_()
+
+
+def scale_gradient(p, factor):
+    p.grad.mul_(factor)
+
+
+def patch_step(loop):
+    step = loop.optimizer.step
+    loop.optimizer.step = lambda: (zero_gradients(loop.optimizer), step())[1]
+
+
+def exchange_hook(loop):
+    loop.hook.remove()
+    loop.hook = loop.optimizer.register_step_pre_hook(zero_gradients)
+
+
+HOOKS = [
+    lambda loop: loop.net.first.weight.register_hook(lambda gradient: gradient * 0),
+    lambda loop: loop.net.first.weight.register_post_accumulate_grad_hook(lambda p: scale_gradient(p, 0)),
+    lambda loop: loop.net.second.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0,)),
+    lambda loop: loop.net.second.register_full_backward_pre_hook(lambda module, outer: (outer[0] * 0,)),
+    lambda loop: torch.nn.modules.module.register_module_full_backward_pre_hook(lambda module, outer: (outer[0] * 0,)),
+    lambda loop: loop.optimizer.register_step_pre_hook(zero_gradients),
+    lambda loop: register_optimizer_step_pre_hook(zero_gradients),
+]
+
+
+@pytest.mark.parametrize("add", HOOKS)
+def test_hooks_of_backward_and_of_optimizers_run_eagerly_until_they_are_gone(add):
+    twins = Twins()
+    twins.settle()
+    handles = []
+    try:
+        twins.both(lambda loop: handles.append(add(loop)))
+        assert twins.times(3, batch()) == ["hooks_changed"] * 3
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert twins.times(3, batch()) == ["hooks_changed", "capture", "replay"]
+
+
+def test_a_hook_that_was_there_from_the_start_is_not_recorded():
+    class Counting(Loop):
+        def __init__(self):
+            super().__init__()
+            count = iter(range(100))
+            self.net.first.weight.register_post_accumulate_grad_hook(lambda p: scale_gradient(p, next(count)))
+            self.hook = self.optimizer.register_step_pre_hook(lambda *_: None)
+
+    twins = Twins(Counting)
+    assert twins.times(5, batch()) == ["hooks_changed"] * 5
+    twins.both(exchange_hook)
+    assert twins.times(2, batch()) == ["hooks_changed"] * 2
+
+
+def test_a_step_of_the_optimizer_that_is_patched_is_recorded_anew():
+    twins = Twins()
+    twins.settle()
+    twins.both(patch_step)
+    assert twins.times(3, batch()) == ["optimizer_changed", "capture", "replay"]
+
+
+@pytest.mark.parametrize("add", HOOKS[2:5])
+def test_a_modules_backward_hooks_run_eagerly(add):
+    """Those of parameters autograd calls, and those of the optimizer the loop."""
+    made = []
+
+    def loop_fn(loop, i):
+        if i == 4:
+            made.append(add(loop))
+        if i == 7:
+            made.pop().remove()
+        return _training.step(loop, i)
+
+    eager, found, report = _training.trained(Loop, loop_fn, steps=10)
+    assert same_bits(eager, found)
+    assert report.reasons["hooks_changed"] >= 3 and report.replays >= 3
+
+
+# -- optimizers that keep count on the host
+
+
+class Lookahead(torch.optim.AdamW):
+    """As it is mostly written, with the count in the groups; pulled back every third step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for group in self.param_groups:
+            group["counter"] = [0]
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["counter"][0] = (group["counter"][0] + 1) % 3
+            if group["counter"][0] == 0:
+                torch._foreach_mul_(group["params"], 0.5)
+
+
+class Counting(torch.optim.AdamW):
+    count = 0
+    pull = 0.5
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        self.count += 1
+        if self.count % 3 == 0:
+            torch._foreach_mul_(self.param_groups[0]["params"], self.pull)
+
+
+class Pulled(torch.optim.AdamW):
+    pull = 0.5
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        torch._foreach_mul_(self.param_groups[0]["params"], self.pull)
+
+
+def optimized_by(kind):
+    class Own(Loop):
+        def __init__(self):
+            super().__init__()
+            self.optimizer = kind(self.net.parameters(), lr=torch.tensor(1e-2), fused=True)
+
+    return Own
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("kind", [Lookahead, Counting])
+def test_an_optimizer_that_keeps_count_on_the_host_stays_eager(kind):
+    twins = Twins(optimized_by(kind))
+    with pytest.warns(diffgraph.CaptureWarning, match="which a replay would not do"):
+        twins.times(8, batch())
+    report = diffgraph.report(twins.step)
+    assert report.captures == report.replays == 0 and report.reasons["side_effects"] >= 1
+
+
+def test_a_sample_batch_leaves_the_count_of_an_optimizer_as_it_was():
+    loop = optimized_by(Counting)()
+    diffgraph.record_training_step(loop.step, batch(), optimizer=loop.optimizer, model=loop.net)
+    assert loop.optimizer.count == 0
+
+
+def test_an_attribute_of_the_optimizer_that_is_set_is_seen():
+    twins = Twins(optimized_by(Pulled))
+    twins.settle()
+    twins.both(lambda loop: setattr(loop.optimizer, "pull", 0.25))
+    assert twins.times(3, batch()) == ["optimizer_changed", "capture", "replay"]
+
+
+# -- where gradients are
+
+
+class Flat(Loop):
+    """All gradients in one buffer, which is scaled between the step that accumulates and the one of the optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        parameters = list(self.net.parameters())
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters))
+        for p, part in zip(parameters, self.buffer.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p)
+
+    def everything(self):
+        assert all(p.grad.untyped_storage().data_ptr() == self.buffer.data_ptr() for p in self.net.parameters())
+        return super().everything(), self.buffer.clone()
+
+
+def scale_buffer_and_step(loop):
+    loop.buffer.mul_(0.5)
+    loop.optimizer.step()
+    loop.buffer.zero_()
+
+
+def test_gradients_stay_in_the_tensors_they_came_in():
+    twins, routes = Twins(Flat), []
+    for i in range(6):
+        routes += twins.times(2, batch(i), update=False)
+        twins.both(scale_buffer_and_step)
+    assert routes[-6:] == ["replay"] * 6
+
+
+@pytest.mark.parametrize("is_accumulated", [False, True])
+def test_gradients_that_are_kept_are_not_overwritten(is_accumulated):
+    """The step leaves new ones, or adds to those that are there; somebody keeps them, and starts with none."""
+
+    class Kept(Loop):
+        def __init__(self):
+            super().__init__()
+            self.kept = []
+
+        def step(self, x):
+            if not is_accumulated:
+                self.optimizer.zero_grad()
+            return super().step(x, update=False)
+
+        def everything(self):
+            return super().everything(), [[g.clone() for g in gradients] for gradients in self.kept]
+
+    def keep(loop):
+        loop.kept.append([p.grad for p in loop.net.parameters()])
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    twins, routes = Twins(Kept), []
+    for i in range(6):
+        routes += twins.times(2, batch(i))
+        twins.both(keep)
+    assert routes[-6:] == ["replay"] * 6

@@ -7,8 +7,10 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from diffgraph.errors import OptionError, OptionTypeError
+from diffgraph.finetuning.held import Held
 from diffgraph.guards.composed import addresses
 from diffgraph.values import same_value
 
@@ -36,6 +38,13 @@ def checked(given: Any) -> list[Optimizer]:
         for i, group in enumerate(optimizer.param_groups):
             _check_group(f"param group {i} of {type(optimizer).__name__}", group)
     return optimizers
+
+
+def have_hooks(optimizers: Iterable[Optimizer]) -> bool:
+    """Whether their steps call hooks, of their own or of the whole process."""
+    everyones = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    own = chain.from_iterable((o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks) for o in optimizers)
+    return any(chain(everyones, own))
 
 
 def _check_group(name: str, group: dict[str, Any]) -> None:
@@ -82,11 +91,21 @@ class OptimizerState:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 found += group["params"]
-                found += [group.get(key) for key in optimizer.defaults]  # not what schedulers keep there for themselves
             found += chain.from_iterable(map(dict.values, optimizer.state.values()))
-            found += [len(t) for t in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
+            settings = Held(type(optimizer).__name__, _settings(optimizer))
+            found += [*settings.plain, *settings.objects]
+            found.append(optimizer.step)  # schedulers, for one, wrap it
         tensors = [value for value in found if isinstance(value, torch.Tensor)]
         return [value for value in found if not isinstance(value, torch.Tensor)], tensors, addresses(tensors)
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of its groups, and attributes of its own: there its step may also keep count, as no replay would."""
+    return [_without(table, "params", "state", "param_groups") for table in (*optimizer.param_groups, vars(optimizer))]
+
+
+def _without(table: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in keys}
 
 
 def same_values(a: list[Any], b: list[Any]) -> bool:
@@ -94,12 +113,17 @@ def same_values(a: list[Any], b: list[Any]) -> bool:
 
 
 class Kept:
-    """The optimizers' state as it was, tensors by reference: its contents are for others to keep."""
+    """The optimizers' state and settings as they were, tensors by reference: their contents are for others to keep."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._states = [(o, {parameter: dict(state) for parameter, state in o.state.items()}) for o in optimizers]
+        self._settings = [(table, dict(table)) for o in optimizers for table in (*o.param_groups, vars(o))]
 
     def put_back(self) -> None:
+        for table, kept in self._settings:
+            for key in [key for key in table if key not in kept]:
+                del table[key]
+            table.update(kept)
         for optimizer, kept in self._states:
             for parameter in list(optimizer.state):
                 if parameter in kept:

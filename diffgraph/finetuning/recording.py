@@ -32,22 +32,19 @@ class StepRecording(Recording):
         super().__init__(inputs, sequence)
         self.log = WriteLog()
         self._gradients = gradients
-        self._left = Left([], [])
+        self.left_gradients = Left([], [])
 
     def run(self, call: Call) -> Any:
-        self._gradients.bring_home()
-        output = super().run(call)
-        self._gradients.leave(self._left)
+        with self._gradients.at_home():
+            output = super().run(call)
+            self._gradients.leave(self.left_gradients)
         if not self.pool.runs_while_recording:  # a graph's kernels count no writes
             torch.autograd.graph.increment_version(self.log.tensors)
         return output
 
-    def note_gradients(self, there: tuple[bool, ...]) -> None:
-        self._left = self._gradients.left_since(there)
-
     def release(self) -> None:
         super().release()
-        self.log, self._left = WriteLog(), Left([], [])
+        self.log, self.left_gradients = WriteLog(), Left([], [])
 
 
 def detached(output: Any) -> Any:
@@ -80,7 +77,6 @@ def capture_step(
     with pool.turn(), opened("capture"):
         try:
             gradients.bring_home()
-            there = gradients.there()
             output, recorder = _record(step, recording, modules, gradients, optimizers)
         except BaseException:
             gradients.put(held)
@@ -90,7 +86,8 @@ def capture_step(
             raise
         recording.log.forget()
         try:
-            recording.note_gradients(there)
+            gradients.leave(recording.left_gradients)
+            gradients.give_back(held)
             recording.set_outputs(output, None, recorder.is_born)
             result = recording.outputs(call.leaves)
         except Exception as error:
@@ -111,11 +108,13 @@ def _record(
     of_modules = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     weights = chain(of_modules, gradients.parameters)
     args, kwargs = recording.inputs.call()
+    there = gradients.there()
     with record(recording.sequence, weights=weights, inputs=recording.inputs.tensors, log=recording.log) as recorder:
         output = map_leaves(settled, detached(step(*args, **kwargs)), objects=True)
         check_outputs(output)
         if recording.inputs.changed(args, kwargs) is not None:
             raise CaptureError("the step changed a list or dict that it was given; accepted: batches that it only reads")
+        recording.left_gradients = gradients.left_since(there)
         gradients.bring_home(is_recorded=True)
         _check_state(recorder, recording.log, optimizers)  # before it runs, where nothing has run yet
     return output, recorder

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from diffgraph.finetuning.gradients import Gradients
-from diffgraph.finetuning.optimizers import OptimizerState
+from diffgraph.finetuning.optimizers import OptimizerState, have_hooks
 from diffgraph.guards import Fingerprint
 from diffgraph.reasons import Reason
 from diffgraph.refusals import refusal
@@ -54,6 +55,9 @@ class TrainingState:
             self.gradients = Gradients(trainable)
         self._optimizer_state = OptimizerState(self._optimizers)
         self.refusal = next(filter(None, (refusal(module, trains=True) for module in self._modules)), None)
+        self._hooks_made, self._had_hooks = RemovableHandle.next_id, self._has_hooks()
+        if self._had_hooks:
+            self.refusal = Reason.HOOKS_CHANGED
 
     def change(self) -> Reason | None:
         """The kind of the first change since."""
@@ -62,7 +66,18 @@ class TrainingState:
         for fingerprint in self._fingerprints:
             if (change := fingerprint.change()) is not None:
                 return change
+        # PyTorch numbers hooks as they are made: while there are none and none was made, none need be looked for.
+        if (self._had_hooks or RemovableHandle.next_id != self._hooks_made) and self._has_hooks() != self._had_hooks:
+            return Reason.HOOKS_CHANGED
         return Reason.OPTIMIZER_CHANGED if self._optimizer_state.changed() else None
+
+    def _has_hooks(self) -> bool:
+        """Whether a step calls hooks of parameters or optimizers, whose Python a replay would not run. Those of a module's
+        parameters, where it alone is recorded, autograd calls as ever."""
+        if not self._optimizers:
+            return False
+        tables = chain.from_iterable((p._backward_hooks, p._post_accumulate_grad_hooks) for p in self._parameters)
+        return any(tables) or have_hooks(self._optimizers)
 
     @property
     def device(self) -> torch.device:

@@ -273,7 +273,7 @@ class TrainingStep:
         with Watch(self._state.device) as watch:
             output = run_eagerly(self._step_fn, args, kwargs)
         try:
-            self._state.gradients.bring_home()
+            self._state.gradients.make_homes()
         except Refused as refused:  # the step is made, and eager would be a second one
             self._refuse(entry, refused.reason, refused.detail)
             return output
@@ -399,7 +399,7 @@ class TrainingStep:
             with Watch(self._state.device) as watch:
                 run_eagerly(self._step_fn, batch, {})
             try:
-                self._state.gradients.bring_home()  # where it leaves any: a place is kept
+                self._state.gradients.make_homes()  # where it leaves any: a place is kept
             except Refused as refused:
                 raise OptionError(f"the step cannot be recorded: {refused}") from None
             changed = self._state.change()

@@ -23,9 +23,15 @@ def replay_and_compare(
 ) -> tuple[Any, bool | None]:
     """What `eager()` returns, which is called once, and whether a replay did the same to everything: to the bit where kernels
     are deterministic. `None` where there is no memory for the copies."""
+    with gradients.at_home():
+        return _replay_and_compare(recording, call, gradients, eager)
+
+
+def _replay_and_compare(
+    recording: StepRecording, call: Call, gradients: Gradients, eager: Callable[[], Any]
+) -> tuple[Any, bool | None]:
     pool, log = recording.pool, recording.log
     try:
-        gradients.bring_home()
         before = log.contents()
     except torch.OutOfMemoryError:
         return eager(), None

@@ -1,7 +1,7 @@
 """What a recording relies on, read so that comparing it at each call costs little.
 
 Read are addresses of parameters and buffers (of quantised ones, see `composed`) and of tensors among the attributes, the module
-tree, forward hooks, classes (their methods and class attributes), and the plain attributes of modules and of the objects that
+tree, hooks, classes (their methods and class attributes), and the plain attributes of modules and of the objects that
 they own (attention processors, hook registries, the configuration), which hold LoRA scales, merged and disabled flags,
 IP-adapter scales, the attention backend and the training flag. Containers among the attributes are compared by content, and
 objects are followed, through containers and other objects, as deep as `contents.DEPTH`; so are modules that nobody registered.
@@ -66,7 +66,9 @@ class Fingerprint:
         self._note_weights(modules)
         self._note_attributes(modules, module)
         self._note_classes(modules, module)
-        self._hook_tables = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)] + global_hook_tables()
+        forward_hooks = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        backward_hooks = [d for m in modules for d in (m._backward_hooks, m._backward_pre_hooks)]
+        self._hook_tables = [*forward_hooks, *backward_hooks, *global_hook_tables(trains=True)]
         self._hooks_made = RemovableHandle.next_id
         self._hooks = list(map(len, self._hook_tables))
         self._had_hooks = any(self._hooks)
