@@ -29,6 +29,16 @@ NAMES = {
 }
 
 
+#: What stands where figures will, once they are measured.
+NOT_YET = {
+    "peers": "`compile_blocks` beside `torch.compile` in its modes: not measured yet (`python -m benchmarks.peers`).",
+    "parallel": "Not measured on GPUs yet: what is told here was tried with two processes on the CPU device.",
+    "finetuning": "Not measured on a GPU yet: what is told here was tried on the CPU device.",
+    "prompts": "Not measured yet.",
+    "reliability": "Not measured yet.",
+}
+
+
 def filled(text: str) -> str:
     """The README's text with what stands between each pair of markers made anew."""
     blocks = {
@@ -40,7 +50,8 @@ def filled(text: str) -> str:
         "parallel": parallel,
         "finetuning": finetuning,
     }
-    for name, made in ((name, make()) for name, make in blocks.items()):
+    for name, make in blocks.items():
+        made = make() or NOT_YET[name]
         block = f"<!-- {name} -->\n{made}\n<!-- end of {name} -->"
         text = re.sub(rf"<!-- {name} -->(.*?<!-- end of {name} -->)?", lambda _, b=block: b, text, count=1, flags=re.DOTALL)
     return text
