@@ -52,6 +52,7 @@ def test_it_went_all_the_ways_that_a_call_can_go(short):
     assert reasons.keys() >= {"unseen_signature", "out_of_memory", "capture_failed"}
 
 
+@pytest.mark.slow
 def test_a_step_depends_on_the_seed_and_on_those_since_the_last_drop():
     acts = only("loop", "weight_replaced")
 
