@@ -1,16 +1,23 @@
-"""Options that the benchmarks share, and the pipeline that they ask for."""
+"""Options that the benchmarks share, the pipeline that they ask for, and the way through the families."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 from typing import Any
 
 import torch
 
 import pipelines
+from benchmarks._measure import release
+from benchmarks._results import Results, Row
 from benchmarks._weights import QUANTIZED, add_lora, quantize
 from diffgraph.components import denoisers
 
+FamilyRows = Callable[[str, argparse.Namespace], Iterator[list[Row]]]
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -31,12 +38,38 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def families(text: str) -> list[str]:
-    """Type of `--families`."""
-    unknown = [name for name in words(text) if name not in pipelines.FAMILIES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; accepted: {', '.join(pipelines.FAMILIES)}")
-    return words(text)
+def some_of(accepted: Sequence[str]) -> Callable[[str], list[str]]:
+    """Type of a comma-separated option that takes some of these words."""
+
+    def read(text: str) -> list[str]:
+        unknown = [word for word in words(text) if word not in accepted]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; accepted: {', '.join(accepted)}")
+        return words(text)
+
+    return read
+
+
+families = some_of(pipelines.FAMILIES)
+
+
+def measure_families(options: argparse.Namespace, family_rows: FamilyRows, results: Results) -> tuple[list[Row], list[str]]:
+    """Rows of all `--families`, saved as soon as they are there, and the families that failed; none begins after `--budget`."""
+    start, failed, rows = monotonic(), [], []
+    for family in options.families:
+        if options.budget is not None and monotonic() - start > options.budget:
+            print(f"time is up: {family} and what follows is not measured", file=sys.stderr)
+            break
+        try:
+            for measured in family_rows(family, options):
+                results.add(measured)
+                rows += measured
+        except Exception:  # the next family may still be measured in the time that a GPU is lent for
+            traceback.print_exc()
+            failed.append(family)
+        release()
+        print(f"{family}: done after {monotonic() - start:.0f} s", file=sys.stderr)
+    return rows, failed
 
 
 def build(family: str, options: argparse.Namespace) -> Any:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from statistics import median
-from time import monotonic
 from typing import Any
 
 import torch
@@ -167,36 +165,16 @@ def default_shapes(family: str, options: argparse.Namespace) -> Sequence[str]:
     return pipelines.module(family).SHAPES[:1] if options.size == "full" else ["64x64"]
 
 
-def modes(text: str) -> list[str]:
-    unknown = [mode for mode in _cli.words(text) if mode not in MODES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; accepted: {', '.join(MODES)}")
-    return _cli.words(text)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _cli.parser(__doc__)
     parser.add_argument("--families", type=_cli.families, default=list(pipelines.FAMILIES))
     parser.add_argument("--shapes", type=_cli.words, help="512x512,480x832x17,... (default: the family's smallest)")
-    parser.add_argument("--modes", type=modes, default=list(MODES))
+    parser.add_argument("--modes", type=_cli.some_of(MODES), default=list(MODES))
     parser.add_argument("--repeats", type=int, default=15, help="timed calls a mode, at least")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no family after that time")
     options = parser.parse_args(argv)
     results = Results(options.out, options.device)
-    start, failed, rows = monotonic(), [], []
-    for family in options.families:
-        if options.budget is not None and monotonic() - start > options.budget:
-            print(f"time is up: {family} and what follows is not measured", file=sys.stderr)
-            break
-        try:
-            for measured in family_rows(family, options):
-                results.add(measured)
-                rows += measured
-        except Exception:  # the next family may still be measured in the time that a GPU is lent for
-            traceback.print_exc()
-            failed.append(family)
-        release()
-        print(f"{family}: done after {monotonic() - start:.0f} s", file=sys.stderr)
+    rows, failed = _cli.measure_families(options, family_rows, results)
     if rows:
         print(results.table(rows, COLUMNS))
     if options.device == "cuda":  # a tape has no launches

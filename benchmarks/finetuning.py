@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from time import monotonic
 from typing import Any
 
 import torch
@@ -171,26 +169,11 @@ def default_shapes(family: str, options: argparse.Namespace) -> Sequence[str]:
     return ["32x32x1" if family == "wan" else "32x32"]
 
 
-def modes(text: str) -> list[str]:
-    return _named(text, MODES)
-
-
-def families(text: str) -> list[str]:
-    return _named(text, tuple(finetune.FLOWS))
-
-
-def _named(text: str, accepted: tuple[str, ...]) -> list[str]:
-    unknown = [word for word in _cli.words(text) if word not in accepted]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; accepted: {', '.join(accepted)}")
-    return _cli.words(text)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _cli.parser(__doc__)
-    parser.add_argument("--families", type=families, default=list(FAMILIES))
+    parser.add_argument("--families", type=_cli.some_of(tuple(finetune.FLOWS)), default=list(FAMILIES))
     parser.add_argument("--shapes", type=_cli.words, help="512x512,480x832x17,... (default: the family's smallest)")
-    parser.add_argument("--modes", type=modes, default=list(MODES))
+    parser.add_argument("--modes", type=_cli.some_of(MODES), default=list(MODES))
     parser.add_argument("--rank", type=int, default=finetune.RANK, help="of the LoRA")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--repeats", type=int, default=20, help="timed steps a mode, at least")
@@ -199,20 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that cuBLAS can be deterministic; read once
     results = Results(options.out, options.device)
-    start, failed, rows = monotonic(), [], []
-    for family in options.families:
-        if options.budget is not None and monotonic() - start > options.budget:
-            print(f"time is up: {family} and what follows is not measured", file=sys.stderr)
-            break
-        try:
-            for measured in family_rows(family, options):
-                results.add(measured)
-                rows += measured
-        except Exception:  # the next family may still be measured in the time that a GPU is lent for
-            traceback.print_exc()
-            failed.append(family)
-        release()
-        print(f"{family}: done after {monotonic() - start:.0f} s", file=sys.stderr)
+    rows, failed = _cli.measure_families(options, family_rows, results)
     if rows:
         print(results.table(rows, COLUMNS))
     return 1 if failed else 0

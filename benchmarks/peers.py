@@ -228,21 +228,14 @@ def family_rows(family: str, options: argparse.Namespace, in_time: Callable[[], 
             yield case.row(mode)
 
 
-def modes(text: str) -> list[str]:
-    accepted = (*MODES, *MORE_MODES)
-    unknown = [mode for mode in _cli.words(text) if mode not in accepted]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; accepted: {', '.join(accepted)}")
-    return _cli.words(text)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _cli.parser(__doc__)
     parser.add_argument("--families", type=_cli.families, default=list(pipelines.FAMILIES))
     parser.add_argument("--shapes", type=_cli.words, help="512x512,480x832x17,... (default: the family's smallest)")
     parser.add_argument("--second-shape", help="the size that comes next (default: another of the family's)")
     parser.add_argument("--second-prompt", type=int, default=128, help="rows of the prompt that comes next")
-    parser.add_argument("--modes", type=modes, default=list(MODES), help=f"those, or more: {', '.join(MORE_MODES)}")
+    every_mode, more = _cli.some_of((*MODES, *MORE_MODES)), ", ".join(MORE_MODES)
+    parser.add_argument("--modes", type=every_mode, default=list(MODES), help=f"those, or more: {more}")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls a mode")
     parser.add_argument("--pipeline", type=int, default=0, metavar="STEPS", help="time a whole pipeline call, too")
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile, for all that compile")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from diffgraph.devices import Pool, new_pool
 from diffgraph.options import Options
+
+if TYPE_CHECKING:
+    from diffgraph.entry import Entry
+    from diffgraph.reasons import Reason
 
 #: Recordings a device, where the user sets no number; more, where as many were asked for at start-up.
 MAX_GRAPHS = 32
@@ -27,7 +31,7 @@ class Evictable(Protocol):
 
 class Memory:
     """The pools of one accelerated pipeline, and its budget. The pools of a device share a lock, under which all is called but
-    `lock`, `pool` and `bytes`."""
+    `lock`, `pool`, `drop` and `bytes`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -71,6 +75,17 @@ class Memory:
 
     def forget(self, entry: Evictable, pool: Pool) -> None:
         self._lru[pool.device].pop(entry, None)
+
+    def drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
+        """Give up an entry's recording, if it has one, and say why (`lost`), or that it is not to be tried again (`refused`)."""
+        recording = entry.recording
+        if recording is not None:
+            with recording.pool.lock:
+                if entry.recording is recording:
+                    self.forget(entry, recording.pool)
+                    entry.release()
+        entry.lost = lost
+        entry.refused = refused or entry.refused
 
     def bytes(self, device: torch.device | None = None) -> int:
         """That the pools hold now, on `device` or on all."""

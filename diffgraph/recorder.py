@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
         """End the open segment, hand it the results it waits for, and let it run."""
         self._join()
         segment, self._segment = self._segment, None
-        segment.collectives, self._collectives = self._collectives, 0
+        segment.collectives = self._issued()
         try:
             segment.end()
             if self._ranks is not None and segment.collectives and not self.pool.runs_while_recording:
@@ -242,6 +242,12 @@ class Recorder(TorchDispatchMode):
                 if self._log is not None and (self._log.is_for_undoing or not is_last):
                     self._log.before_running()  # before `end` they would be recorded: copies of what the segment has written
                 segment.replay()
+
+    def _issued(self) -> int:
+        """Collectives since the last step was closed, counted for the sequence as well."""
+        issued, self._collectives = self._collectives, 0
+        self.sequence.collectives += issued
+        return issued
 
     def _join(self) -> None:
         """Wait for what is under way: no graph may end before that."""
@@ -401,7 +407,7 @@ class Recorder(TorchDispatchMode):
             with self._inside_break(name, fn):
                 result = fn(*args, **kwargs)
                 self._generator.look()  # a replay runs it, too
-                step.collectives, self._collectives = self._collectives, 0
+                step.collectives = self._issued()
                 left, left_spec = flatten((args, kwargs))
                 if left_spec != given_spec or not all(map(operator.is_, left, given)):
                     raise CaptureError(f"{name} changed a container it was given, which a replay cannot do for the caller")

@@ -138,7 +138,7 @@ class Runner:
                 entry.met = self.insistence.number
                 for known in entry.values.recorded():
                     if known.insistence != self.insistence.number:
-                        self.drop(known)
+                        self.memory.drop(known)
             if entry.values.resting():
                 raise Refused(Reason.HOST_VALUE_CHANGED)
             visit = Visit(self, module, args, kwargs, call, entry, pool, ranks)
@@ -180,7 +180,7 @@ class Runner:
             if signature.key() in common:
                 entry.trusted &= common[signature.key()]
             else:
-                self.drop(entry, lost=Reason.OTHER_RANK)
+                self.memory.drop(entry, lost=Reason.OTHER_RANK)
 
     def _agree(self, ranks: Ranks, visit: Visit) -> Intent:
         """What all ranks do with this call: the least that any of them would. Raises `Refused` where that is nothing."""
@@ -201,7 +201,7 @@ class Runner:
         if agreed is Intent.EAGER:
             raise Refused(Reason.OTHER_RANK)
         if agreed < Intent.VERIFY and recording is not None:
-            self.drop(entry, lost=Reason.OTHER_RANK)
+            self.memory.drop(entry, lost=Reason.OTHER_RANK)
         entry.trusted &= agreed is not Intent.VERIFY
         return agreed
 
@@ -219,7 +219,7 @@ class Runner:
                 self._check_apart(visit.ranks, visit.module, str(refused))
             raise
         except HostValueChanged as changed:
-            self.drop(visit.entry, lost=Reason.HOST_VALUE_CHANGED)
+            self.memory.drop(visit.entry, lost=Reason.HOST_VALUE_CHANGED)
             raise Refused(Reason.HOST_VALUE_CHANGED, str(changed)) from None
 
     def _record_every_bucket(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -250,7 +250,7 @@ class Runner:
         logger.info("%s: the forward raises %r", self.table.label(call.signature), error)
         entry = self.table.entries.get(call.signature)
         if entry is not None:
-            self.drop(entry, refused=Reason.CAPTURE_FAILED)
+            self.memory.drop(entry, refused=Reason.CAPTURE_FAILED)
 
     # -- deciding
 
@@ -282,7 +282,7 @@ class Runner:
 
     def _drop_all(self, reason: Reason) -> None:
         for entry in self.table.all_entries():
-            self.drop(entry, lost=reason if entry.recording is not None else entry.lost or entry.refused)
+            self.memory.drop(entry, lost=reason if entry.recording is not None else entry.lost or entry.refused)
             entry.seen = 0
             entry.refused = entry.refusal(reason)
 
@@ -319,15 +319,15 @@ class Runner:
         if not worth and values.widen(_like(changed.reader, readers, module)):
             worth = True
             for recorded in known:
-                self.drop(recorded)
+                self.memory.drop(recorded)
         elif not worth:
             for recorded in known:
                 if recorded.recent_replays == 0:
-                    self.drop(recorded, lost=Reason.HOST_VALUE_CHANGED)
+                    self.memory.drop(recorded, lost=Reason.HOST_VALUE_CHANGED)
         room = values.room() if worth else None
         if room is None:
             raise Refused(Reason.HOST_VALUE_CHANGED, str(changed))
-        self.drop(room)
+        self.memory.drop(room)
         return room
 
     def _wait(self, entry: Entry) -> int:
@@ -355,14 +355,14 @@ class Runner:
             if self.options.verify and change is Reason.ATTRIBUTES_CHANGED and other is not entry:
                 other.trusted, other.trusted_padded, other.doubted = False, False, True
             else:
-                self.drop(other, lost=change)
+                self.memory.drop(other, lost=change)
         self.note_escape(entry)
         return True
 
     def note_escape(self, entry: Entry) -> None:
         entry.escapes += 1
         if entry.escapes > 2:
-            self.drop(entry, refused=Reason.SIDE_EFFECTS)
+            self.memory.drop(entry, refused=Reason.SIDE_EFFECTS)
 
     def note_replay(self, entry: Entry, recording: Recording) -> None:
         self.state.lasts()
@@ -372,17 +372,6 @@ class Runner:
         entry.recent_replays += 1
         self._paid += entry.recent_replays == PAYS_AFTER
         self.routes.note(Route.REPLAY)
-
-    def drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
-        """Give up an entry's recording, if it has one, and say why (`lost`), or that it is not to be tried again (`refused`)."""
-        recording = entry.recording
-        if recording is not None:
-            with recording.pool.lock:
-                if entry.recording is recording:
-                    self.memory.forget(entry, recording.pool)
-                    entry.release()
-        entry.lost = lost
-        entry.refused = refused or entry.refused
 
     # -- for the door and the report
 
@@ -396,7 +385,7 @@ class Runner:
         if self.training is not None:
             self.training.release()
         for entry in self.table.clear():
-            self.drop(entry)
+            self.memory.drop(entry)
 
     def forgive(self) -> None:
         """Forget refusals and waits: what was refused may be tried again."""

@@ -49,6 +49,7 @@ class GraphSequence:
         self.pool = pool
         self.steps: list[Segment | Break] = []
         self.ambient = Ambient.now(self.pool.device.type)  # in which it was recorded
+        self.collectives = 0  # of all steps
         self.failed_halfway: str | None = None  # the step in which the last replay failed, where other ranks wait for the rest
         self.code: list[Any] = []  # compiled, with the constants and kernels that segments use
         self.held: dict[int, torch.Tensor] = {}  # by storage: read by a segment, and neither born in one nor a weight
@@ -60,10 +61,6 @@ class GraphSequence:
     @property
     def breaks(self) -> int:
         return sum(isinstance(step, Break) for step in self.steps)
-
-    @property
-    def collectives(self) -> int:
-        return sum(step.collectives for step in self.steps)
 
     def replay(self, before: Callable[[str], None] | None = None) -> None:
         """Run everything again, on the current stream, reading and writing the tensors that were there when it was recorded.
@@ -113,7 +110,7 @@ class GraphSequence:
             self.pool.settle()
         for step in self.steps:
             step.reset()
-        self.steps, self.code = [], []
+        self.steps, self.code, self.collectives = [], [], 0
         self.held = {}
 
 

@@ -68,7 +68,7 @@ class Visit(NamedTuple):
         forbidden = self._verdict(forbidden)
         with self.pool.lock:
             if forbidden is not None:
-                runner.drop(entry, refused=forbidden)
+                runner.memory.drop(entry, refused=forbidden)
             elif runner.changed_state(self.module, entry):
                 pass
             elif runner.state.versions() != versions or drawn_in_python() != drawn:
@@ -124,7 +124,7 @@ class Visit(NamedTuple):
         except OtherRankFailed as error:
             if recording is not None:
                 recording.release()
-            runner.drop(entry, lost=Reason.OTHER_RANK)
+            runner.memory.drop(entry, lost=Reason.OTHER_RANK)
             raise Refused(Reason.OTHER_RANK, str(error)) from None
         except OpNotRecordable as error:
             if error.op in runner.break_ops or (ranks is not None and len(set(ranks.failures)) > 1):
@@ -143,7 +143,7 @@ class Visit(NamedTuple):
         if recording.wrote_inputs:
             recording.inputs.copy_back(self.call.leaves)
             recording.release()
-            runner.drop(entry, refused=Reason.SIDE_EFFECTS)
+            runner.memory.drop(entry, refused=Reason.SIDE_EFFECTS)
         elif runner.changed_state(self.module, entry) or not runner.table.knows(self.call.signature, entry):
             recording.release()
         elif recording.escaped:
@@ -177,7 +177,7 @@ class Visit(NamedTuple):
 
     def _refused(self, reason: Reason, detail: str = "") -> Refused:
         """For good, or until `diffgraph.capture`."""
-        self.runner.drop(self.entry, refused=reason)
+        self.runner.memory.drop(self.entry, refused=reason)
         return Refused(reason, detail)
 
     # -- replay
@@ -203,7 +203,7 @@ class Visit(NamedTuple):
         except (HostValueChanged, OtherRankFailed, RankError):
             raise  # another recording of this signature may fit; or all ranks give it up; or none can go on
         except torch.OutOfMemoryError:
-            self.runner.drop(self.entry, lost=Reason.OUT_OF_MEMORY)
+            self.runner.memory.drop(self.entry, lost=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
             text = f"diffgraph: {self.entry.label} runs eager: its replay raised {error!r}"
@@ -225,7 +225,7 @@ class Visit(NamedTuple):
             reason = self._refused(Reason.OUT_OF_MEMORY).reason
         if self._verdict(reason) is not None and reason is None:
             reason = Reason.OTHER_RANK
-            runner.drop(entry, lost=reason)
+            runner.memory.drop(entry, lost=reason)
         if reason is None:
             reason = self._slowness(recording, replay_ms, eager_ms)
         if reason is None:
@@ -246,7 +246,7 @@ class Visit(NamedTuple):
         if same:
             return None
         if entry.doubted:
-            runner.drop(entry, lost=Reason.SIDE_EFFECTS)
+            runner.memory.drop(entry, lost=Reason.SIDE_EFFECTS)
             return Reason.SIDE_EFFECTS
         return self._differs("its replay")
 
@@ -277,7 +277,7 @@ class Visit(NamedTuple):
                 ranks.wait_for(recording.pool)
                 return output
         except OtherRankFailed as error:
-            self.runner.drop(self.entry, lost=Reason.OTHER_RANK)
+            self.runner.memory.drop(self.entry, lost=Reason.OTHER_RANK)
             raise Refused(Reason.OTHER_RANK, str(error)) from None
 
     def _verdict(self, reason: Reason | None) -> Reason | None:

@@ -2,6 +2,7 @@
 
 import copy
 
+import _toys
 import pytest
 import torch
 
@@ -75,14 +76,7 @@ def set_generators(states):
 
 
 def route_of(step, *args, **kwargs):
-    before = diffgraph.report(step)
-    output = step(*args, **kwargs)
-    after = diffgraph.report(step)
-    routes = ["replay"] * (after.replays - before.replays) + ["capture"] * (after.captures - before.captures)
-    for reason, count in after.reasons.items():
-        routes += [reason] * (count - before.reasons.get(reason, 0))
-    assert len(routes) == 1, f"one step was counted as {routes}"
-    return output, routes[0]
+    return _toys.route_of(step, lambda: step(*args, **kwargs))
 
 
 class Twins:

@@ -61,7 +61,7 @@ class GradientRunner:
         """Drop everything that is recorded, and all that is known."""
         with nullcontext() if self._state is None else self.memory.lock(self._state.device):
             for entry in self.table.clear():
-                self._drop(entry)
+                self.memory.drop(entry)
             self._state = None
 
     def _recorded(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any, is_paused: bool) -> Any:
@@ -118,7 +118,7 @@ class GradientRunner:
         elif (change := state.look()) is not None:
             logger.info("training: recordings dropped: %s", change)
             for entry in self.table.all_entries():
-                self._drop(entry, lost=change)
+                self.memory.drop(entry, lost=change)
                 entry.seen = 0
                 entry.refused = entry.refusal(change)
         if state.refusal is not None:
@@ -137,14 +137,14 @@ class GradientRunner:
         rng = pool.rng_state()
         output = forward(*args, **kwargs)
         if not pool.replayable_rng(rng):
-            self._drop(entry, refused=Reason.SIDE_EFFECTS)
+            self.memory.drop(entry, refused=Reason.SIDE_EFFECTS)
         elif state.change() is None:
             entry.seen += 1
         else:
             state.take()
             entry.escapes += 1
             if entry.escapes > 2:
-                self._drop(entry, refused=Reason.SIDE_EFFECTS)
+                self.memory.drop(entry, refused=Reason.SIDE_EFFECTS)
         return output
 
     def _capture(
@@ -158,15 +158,15 @@ class GradientRunner:
             pair = Pair(inputs, pool, state.gradients.parameters)
             pair.record(forward, module)
         except torch.OutOfMemoryError:
-            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            self.memory.drop(entry, refused=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
-            self._drop(entry, refused=Reason.CAPTURE_FAILED)
+            self.memory.drop(entry, refused=Reason.CAPTURE_FAILED)
             warnings.warn(f"diffgraph: {entry.label} runs eager: {error}", CaptureWarning, stacklevel=6)
             raise Refused(Reason.CAPTURE_FAILED, str(error)) from error
         if pair.escaped or state.change() is not None:
             pair.release()
-            self._drop(entry, refused=Reason.SIDE_EFFECTS)
+            self.memory.drop(entry, refused=Reason.SIDE_EFFECTS)
             raise Refused(Reason.SIDE_EFFECTS)
         entry.recording, entry.lost = pair, None
         entry.memory_bytes = pool.bytes() - before
@@ -191,16 +191,10 @@ class GradientRunner:
             return output
         reason = Reason.OUT_OF_MEMORY if is_same is None else Reason.VERIFY_FAILED
         self.routes.note(Route.EAGER, reason)
-        self._drop(entry, refused=reason)
+        self.memory.drop(entry, refused=reason)
         if is_same is False:
             warnings.warn(f"diffgraph: {entry.label} runs eager: its replay differed from eager", CaptureWarning, stacklevel=6)
         return output
-
-    def _drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
-        if entry.recording is not None:
-            self.memory.forget(entry, entry.recording.pool)
-            entry.release()
-        entry.lost, entry.refused = lost, refused or entry.refused
 
 
 def _is_like_eager(pair: Pair, call: Call, module: torch.nn.Module, forward: Callable[..., Any]) -> bool:

@@ -159,7 +159,7 @@ class TrainingStep:
     def close(self) -> None:
         """Give back the memory of all recordings. Later calls start afresh, with an eager step."""
         for entry in self.table.clear():
-            self._drop(entry)
+            self.memory.drop(entry)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -278,7 +278,7 @@ class TrainingStep:
             self._refuse(entry, refused.reason, refused.detail)
             return output
         except torch.OutOfMemoryError:
-            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            self.memory.drop(entry, refused=Reason.OUT_OF_MEMORY)
             return output
         changed, has_moved = self._changed(before), self._reads.values() != values
         self._moves = self._moves + 1 if has_moved else 0
@@ -310,7 +310,7 @@ class TrainingStep:
         try:
             recording, output = capture_step(self._step_fn, call, pool, self._modules, self._state.gradients, self._optimizers)
         except torch.OutOfMemoryError:
-            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            self.memory.drop(entry, refused=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except ReplayError:  # it ran, and eager would be a second step
             raise
@@ -354,7 +354,7 @@ class TrainingStep:
             self._note_replay(entry, recording)
         elif same is None:
             self.routes.note(Route.EAGER, Reason.OUT_OF_MEMORY, "of the copies that verify=True makes")
-            self._drop(entry, refused=Reason.OUT_OF_MEMORY)
+            self.memory.drop(entry, refused=Reason.OUT_OF_MEMORY)
         else:
             self.routes.note(Route.EAGER, Reason.VERIFY_FAILED)
             self._refuse(entry, Reason.VERIFY_FAILED, "its replay differed from eager")
@@ -370,18 +370,12 @@ class TrainingStep:
     # -- giving up
 
     def _refuse(self, entry: Entry, reason: Reason, why: str) -> None:
-        self._drop(entry, refused=reason)
+        self.memory.drop(entry, refused=reason)
         warnings.warn(f"diffgraph: {entry.label} runs eager: {why}", CaptureWarning, stacklevel=5)
-
-    def _drop(self, entry: Entry, *, lost: Reason | None = None, refused: Reason | None = None) -> None:
-        if entry.recording is not None:
-            self.memory.forget(entry, entry.recording.pool)
-            entry.release()
-        entry.lost, entry.refused = lost, refused or entry.refused
 
     def _drop_all(self, reason: Reason) -> None:
         for entry in self.table.all_entries():
-            self._drop(entry, lost=reason if entry.recording is not None else entry.lost)
+            self.memory.drop(entry, lost=reason if entry.recording is not None else entry.lost)
             entry.seen = 0
             if entry.refused in (Reason.CAPTURE_FAILED, Reason.OUT_OF_MEMORY):
                 entry.refused = None  # worth another try
