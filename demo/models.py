@@ -25,7 +25,7 @@ SHORT_BUCKETS = (8, 16, 24, 32, 40, 48, 64)  # prompts of more rows are longer t
 class Model:
     """A pipeline, and what the page has to know of it.
 
-    start: shapes to record before the first visitor comes. grid, least, most: which heights and widths it takes, in pixels.
+    start: shapes to record before the first visitor comes. is_noise: its weights are random. grid, least, most: which heights and widths it takes, in pixels.
     """
 
     pipe: Any
@@ -37,6 +37,7 @@ class Model:
     most: int
     most_frames: int = 121
     buckets: Any = "auto"
+    is_noise: bool = False
     accepted: frozenset[str] = field(init=False)
     defaults: dict[str, Any] = field(init=False)
 
@@ -110,6 +111,7 @@ def _described(found: Any, name: str | None, tiny: bool) -> Model:
             most=256,
             most_frames=17,
             buckets=SHORT_BUCKETS if found.name == STAND_IN else "auto",
+            is_noise=True,
         )
     if name is None:
         return Model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,22 @@ def attention_kernels() -> tuple[bool, ...]:
         _cuda.math_sdp_enabled(),
         _cuda.cudnn_sdp_enabled(),
     )
+
+
+def attention_order(device: torch.device) -> tuple[int, ...]:
+    """Which kernels `scaled_dot_product_attention` tries first."""
+    if device.type == "cuda":
+        _first_attention(device)
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+@cache
+def _first_attention(device: torch.device) -> None:
+    """PyTorch sets the order at a process' first attention on a GPU (`priority_order` in ATen's cuda/sdp_utils.cpp): without this
+    a first call would have another signature than all others."""
+    with torch.no_grad():
+        row = torch.zeros(1, 1, 1, 8, device=device, dtype=torch.float16)
+        torch.nn.functional.scaled_dot_product_attention(row, row, row)
 
 
 def _set_attention_kernels(enabled: tuple[bool, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffgraph.ambient import attention_kernels
+from diffgraph.ambient import attention_kernels, attention_order
 from diffgraph.prompts import Prompt, PromptBuckets
 from diffgraph.reasons import Reason
 from diffgraph.tree import LEAF, Spec, TooManyLeaves, flatten
@@ -181,7 +181,7 @@ def _mode(device: torch.device) -> tuple[Any, ...]:
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
         _allow_fp16_accumulation(),
         torch._C._get_blas_preferred_backend(),
-        tuple(torch._C._get_sdp_priority_order()),
+        attention_order(device),
         attention_kernels(),
         _attention_backend(),
     )

@@ -147,14 +147,21 @@ def test_a_step_that_fails_after_its_first_segment_has_run_is_undone():
 
 
 @pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
-@pytest.mark.parametrize("place, name", [(torch, "manual_seed"), (torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all")])
-def test_a_step_that_sets_a_generator_stays_eager(place, name):
+@pytest.mark.parametrize(
+    "place, name, reason",
+    [
+        (torch, "manual_seed", "side_effects"),  # it sets the host's, too, which is what is seen first
+        (torch.cuda, "manual_seed", "capture_failed"),
+        (torch.cuda, "manual_seed_all", "capture_failed"),
+    ],
+)
+def test_a_step_that_sets_a_generator_stays_eager(place, name, reason):
     class Seeding(RateOnGpu):
         def step(self, x):
             getattr(place, name)(1)
             return super().step(x)
 
-    assert Twins(Seeding).times(5, batch())[-2:] == ["capture_failed"] * 2
+    assert Twins(Seeding).times(5, batch())[-2:] == [reason] * 2
 
 
 def test_recording_a_module_leaves_its_statistics_as_they_were():
@@ -241,5 +248,7 @@ def test_twenty_recordings_come_and_go_and_another_model_trains():
             diffgraph.restore_pipeline(other.net)
         del loop, made, other
         gc.collect()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()  # the allocator keeps the pools of dead graphs until somebody needs their memory
         held.append(torch.cuda.memory_reserved() if DEVICE == "cuda" else 0)
     assert held[-1] <= held[4] + 64 * 2**20

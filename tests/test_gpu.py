@@ -580,6 +580,27 @@ def test_another_allocator_is_refused(cuda):
     assert done.stdout.strip().endswith("{'allocator': 4} 0")
 
 
+FIRST = """
+import torch, diffgraph
+
+class Attends(torch.nn.Linear):
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(*[super().forward(x)] * 3)
+
+module = diffgraph.accelerate_module(Attends(16, 16).to("cuda", torch.bfloat16))
+with torch.no_grad():
+    for _ in range(3):
+        module(torch.randn(1, 2, 8, 16, device="cuda", dtype=torch.bfloat16))
+report = diffgraph.report(module)
+print(report.captures, report.replays, len(report.signatures))
+"""
+
+
+def test_a_process_first_call_has_the_signature_of_all_others(cuda):
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "1", "1"], done.stderr
+
+
 def test_weights_on_two_devices_run_eager(cuda):
     class Split(torch.nn.Module):
         def __init__(self):

@@ -59,7 +59,8 @@ def train(
 
     def step_of(loss_of: Callable[[], torch.Tensor]) -> Callable[[], None]:
         def step() -> None:
-            loss = loss_of()
+            with torch.autocast(device.type, torch.bfloat16, enabled=on_cuda, cache_enabled=False):
+                loss = loss_of()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(average.live, 1.0)
             optimizer.step()

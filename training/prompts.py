@@ -8,8 +8,8 @@ import torch
 
 from training import wordings
 
-LONGEST = 24  # rows that the denoiser sees while it is trained; longer wordings are not
-VARIANTS = 64  # wordings of a name
+LONGEST = 28  # rows that the denoiser sees while it is trained; longer wordings are not
+VARIANTS = 128  # wordings of a name
 NOTHING = ("", " ")  # what people give as negative prompts; the model learns them as "any emoji"
 
 
