@@ -36,6 +36,7 @@ NOT_YET = {
     "finetuning": "Not measured on a GPU yet: what is told here was tried on the CPU device.",
     "prompts": "Not measured yet.",
     "reliability": "Not measured yet.",
+    "doctor": "Not compared on a GPU yet.",
 }
 
 
@@ -49,6 +50,7 @@ def filled(text: str) -> str:
         "reasons": reasons,
         "parallel": parallel,
         "finetuning": finetuning,
+        "doctor": doctor,
     }
     for name, make in blocks.items():
         made = make() or NOT_YET[name]
@@ -98,6 +100,23 @@ def finetuning() -> str:
     return "\n".join(lines) if found else ""
 
 
+def doctor() -> str:
+    """What `diffgraph doctor` foretold, beside what it then measured."""
+    data, rows = read(RESULTS)
+    found = [row for row in rows.values() if row["what"] == "doctor"]
+    lines = [
+        f"What it foretold from a profile of the eager call, and then measured, on {data['machine']}:",
+        "",
+        "| model | shape | eager ms | expected | measured | verdict |",
+        "|---|---|--:|--:|--:|---|",
+    ]
+    for r in found:
+        shape, expected, gained = r["shape"].replace("x", "×"), r["expected_ratio"], r["ratio"]
+        cells = NAMES[r["family"]], shape, f"{r['eager_ms']:.1f}", f"{expected:.2f}x", f"{gained:.2f}x", r["verdict"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if found else ""
+
+
 def reliability() -> str:
     """What the soak has found, in sentences."""
     data = json.loads(SOAK.read_text(encoding="utf-8"))
@@ -122,16 +141,15 @@ def measured() -> str:
     versions = data["versions"]
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, "
-        "published "
-        "sizes with random weights; one denoiser call; a row's figures are medians of one run. "
-        "What is gained depends on how fast the host's Python is, which varied: the last column is from another run. "
-        "Every output is equal to eager's, to the bit.",
+        "published sizes with random weights; one denoiser call; a row's figures are medians of one run. What is gained depends "
+        "on how fast the host's Python is, which varied: the last column is from another run, on another host (FLUX.1 at 512² "
+        "keeps the GPU busy where the host is fast). Every output is equal to eager's, to the bit.",
         "",
         "| model | shape | eager ms | breakable ms | | one whole graph ms | submit ms, eager → breakable | segments | pool MiB "
         "| another run |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for (what, family, shape, mode), row in rows.items():
+    for (what, family, shape, mode), row in sorted(rows.items(), key=_place):
         if what == "denoiser" and mode == "breakable":
             eager, full = rows[what, family, shape, "eager"], rows.get((what, family, shape, "full"), {})
             whole = f"{full['ms']:.1f}" if full.get("ms") else "–"
@@ -152,6 +170,12 @@ def measured() -> str:
                 f"(**{eager['ms'] / row['ms']:.2f}x**); the first call of two steps, with its captures, {row['first_s']:.1f} s.",
             ]
     return "\n".join([*lines, "", *spent(list(rows.values()))])
+
+
+def _place(item: tuple[tuple[str, ...], Any]) -> tuple[bool, int]:
+    """In the table: large pictures last, where a model has a row of small ones; else models in the order of `NAMES`."""
+    (_, family, shape, _), _ = item
+    return shape == "1024x1024" and family != "sana", list(NAMES).index(family)
 
 
 def parallel() -> str:
@@ -247,7 +271,8 @@ def _span(values: Iterable[float], digits: int = 1) -> str:
     return f"{found[0]:.{digits}f}–{found[-1]:.{digits}f}"
 
 
-PAGES = tuple(ROOT / name for name in ("README.md", "docs/results.md", "docs/parallel.md", "docs/fine-tuning.md"))
+_NAMES = ("README.md", *(f"docs/{name}.md" for name in ("results", "parallel", "fine-tuning", "command-line")))
+PAGES = tuple(ROOT / name for name in _NAMES)
 
 if __name__ == "__main__":
     for page in PAGES:

@@ -25,7 +25,8 @@ SHORT_BUCKETS = (8, 16, 24, 32, 40, 48, 64)  # prompts of more rows are longer t
 class Model:
     """A pipeline, and what the page has to know of it.
 
-    start: shapes to record before the first visitor comes. is_noise: its weights are random. grid, least, most: which heights and widths it takes, in pixels.
+    start: shapes to record before the first visitor comes. is_noise: its weights are random. grid, least, most: which heights and
+    widths it takes, in pixels.
     """
 
     pipe: Any

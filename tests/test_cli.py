@@ -175,7 +175,7 @@ def found(shape, eager, measured, recorded=True, same="to the bit"):
 
 def test_the_verdict_recommends_only_what_pays():
     text, line = verdict(found("512x512", 100.0, 50.0) | found("1024x1024", 175.0, 172.0), every_length=True)
-    assert text == "it helps: 2.00x at 512x512, 1.02x at 1024x1024"
+    assert text == "it helps: 2.00x at 512x512; not worth it: 1.02x at 1024x1024, where the GPU is busy anyway"
     assert line == 'pipe = diffgraph.accelerate_pipeline(pipe, capture_shapes=["512x512"])'
     text, line = verdict(found("1024x1024", 175.0, 172.0), every_length=True)
     assert text.startswith("not worth it") and line is None

@@ -20,11 +20,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(".tmp/emoji.npz"), help="what training.render wrote")
     parser.add_argument("--out", type=Path, default=Path("out/emoji"), help="the model's folder; beside it, the same as a .tar")
+    parser.add_argument("--start", type=Path, help="go on with the model in that folder, its VAE left as it is")
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--names", type=int, help="train on that many emoji only, to try things out")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--vae-batch", type=int, default=128)
-    parser.add_argument("--vae-share", type=float, default=0.25, help="of the minutes")
+    parser.add_argument("--vae-share", type=float, default=0.25, help="of the minutes; with --start: 0")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU; for models as small as these, more wait for each other")
     parser.add_argument("--no-graphs", action="store_true", help="do not record training steps as CUDA graphs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
@@ -36,10 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     diffusers.utils.logging.set_verbosity_error()
     device = torch.device(args.device)
     if device.type == "cpu":
-        torch.set_num_threads(1)  # for models as small as these, several threads wait for each other
+        torch.set_num_threads(args.threads)
     names, pixels = pictures.load(args.data, args.names, device)
-    pipe = model.build(names)
-    denoiser.start_small(pipe.transformer)
+    if args.start is None:
+        pipe = model.build(names)
+        denoiser.start_small(pipe.transformer)
+    else:
+        pipe, args.vae_share = diffusers.DiffusionPipeline.from_pretrained(args.start), 0.0
     pipe.to(device)
     pipe.text_encoder.requires_grad_(False)
     pipe.text_encoder.model.language_model.requires_grad_(True)
@@ -48,19 +53,21 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(names)} emoji on {device}; millions of weights: {parts}", flush=True)
     training = partial(loop.train, graphs=not args.no_graphs)
 
-    training(
-        "vae",
-        [partial(autoencoder.loss, pipe.vae, pixels[size], args.vae_batch) for size in ((64, 64), (96, 96))],
-        (0.7, 0.3),
-        [pipe.vae],
-        minutes=args.minutes * args.vae_share,
-        rate=2e-3,
-    )
+    if args.vae_share:
+        training(
+            "vae",
+            [partial(autoencoder.loss, pipe.vae, pixels[size], args.vae_batch) for size in ((64, 64), (96, 96))],
+            (0.7, 0.3),
+            [pipe.vae],
+            minutes=args.minutes * args.vae_share,
+            rate=2e-3,
+        )
     pipe.vae.eval().requires_grad_(False)
     print(f"vae: pictures come back at {autoencoder.psnr(pipe.vae, pixels[64, 64]):.1f} dB", flush=True)
 
     latents = {size: autoencoder.encoded(pipe.vae, some) for size, some in pixels.items()}
-    autoencoder.measured(pipe.vae, latents[64, 64])
+    if args.start is None:
+        autoencoder.measured(pipe.vae, latents[64, 64])
     losses = [
         partial(denoiser.loss, pipe, prompts, denoiser.packed(pipe, some), grid(*size), max(1, batch_of(args.batch, size)))
         for size, some in latents.items()
@@ -72,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         pictures.SIZES.values(),
         [pipe.transformer, pipe.text_encoder],
         minutes=args.minutes * (1 - args.vae_share),
-        rate=1.5e-3,
+        rate=1.5e-3 if args.start is None else 5e-4,
         save_every=60,
         save=lambda: save(pipe, args.out, archive),
     )

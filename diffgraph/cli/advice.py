@@ -37,8 +37,13 @@ def verdict(by_shape: dict[str, list[Diagnosis]], every_length: bool) -> tuple[s
     if not gains:
         told = "it can be recorded; what that gains, only a GPU can tell: run doctor where the model is to run"
         return told, recommended(recordable, every_length)
-    listed = ", ".join(f"{gain:.2f}x at {shape}" for shape, gain in gains.items())
-    worth = [shape for shape, gain in gains.items() if gain >= WORTH]
+    worth = {shape: gain for shape, gain in gains.items() if gain >= WORTH}
+    rest = {shape: gain for shape, gain in gains.items() if gain < WORTH}
     if not worth:
-        return f"not worth it: the GPU is busy anyway ({listed})", None
-    return f"it helps: {listed}", recommended(worth, every_length)
+        return f"not worth it: the GPU is busy anyway ({_listed(rest)})", None
+    told = f"it helps: {_listed(worth)}" + (f"; not worth it: {_listed(rest)}, where the GPU is busy anyway" if rest else "")
+    return told, recommended(list(worth), every_length)
+
+
+def _listed(gains: dict[str, float]) -> str:
+    return ", ".join(f"{gain:.2f}x at {shape}" for shape, gain in gains.items())
