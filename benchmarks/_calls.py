@@ -10,9 +10,9 @@ import torch
 
 import pipelines
 from diffgraph import CaptureShape
-from diffgraph.compare import same_bits
 from diffgraph.components import denoisers
-from diffgraph.tensors import map_tensors, tensors_in
+from diffgraph.values.compare import same_bits
+from diffgraph.values.tensors import map_tensors, tensors_in
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._calls import DenoiserCall
 from benchmarks._measure import call_ms
-from diffgraph.tensors import plain_parts
+from diffgraph.values.tensors import plain_parts
 
 
 @torch.no_grad()

@@ -10,10 +10,10 @@ import torch
 
 from benchmarks._calls import DenoiserCall
 from benchmarks._measure import MIB, call_ms, host_ms
-from diffgraph.capture import Recording
+from diffgraph.engine.sequence import Break, Buffer
 from diffgraph.guards import Fingerprint
-from diffgraph.sequence import Break, Buffer
-from diffgraph.signature import Call
+from diffgraph.recording.capture import Recording
+from diffgraph.recording.signature import Call
 
 
 def runner_work(call: DenoiserCall) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from benchmarks._measure import MIB, call_ms, release, seconds, submit_ms
 from benchmarks._results import Results, Row
 from benchmarks._weights import add_lora
 from benchmarks.denoiser import WARM_UP, capture_seconds, replays
-from diffgraph.collectives import arrived
-from diffgraph.tree import map_leaves
+from diffgraph.parallel.collectives import arrived
+from diffgraph.values.tree import map_leaves
 
 #: Options of each mode; `None`: not accelerated.
 MODES: dict[str, dict[str, Any] | None] = {

@@ -26,7 +26,7 @@ from benchmarks._measure import MIB, call_ms, release, seconds
 from benchmarks._results import Results, Row
 from benchmarks._weights import add_lora
 from benchmarks.denoiser import default_shapes
-from diffgraph.blocks import repeated_blocks
+from diffgraph.compiling.blocks import repeated_blocks
 
 MODES = (
     "eager",

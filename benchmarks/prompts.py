@@ -16,10 +16,10 @@ from benchmarks import _cli
 from benchmarks._calls import DenoiserCall, inputs
 from benchmarks._measure import call_ms, release
 from benchmarks._results import Results, Row
-from diffgraph.compare import same_bits
 from diffgraph.families.base import rows
 from diffgraph.options import Options
-from diffgraph.prompts import PromptBuckets
+from diffgraph.prompts.buckets import PromptBuckets
+from diffgraph.values.compare import same_bits
 
 LENGTHS = (20, 40, 64, 70, 100, 130, 190, 200, 270, 330, 400, 520, 600, 726, 850, 1000)
 COLUMNS = {

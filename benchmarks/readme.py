@@ -142,8 +142,8 @@ def measured() -> str:
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, "
         "published sizes with random weights; one denoiser call; a row's figures are medians of one run. What is gained depends "
-        "on how fast the host's Python is, which varied: the last column is from another run, on another host (FLUX.1 at 512² "
-        "keeps the GPU busy where the host is fast). Every output is equal to eager's, to the bit.",
+        "on how fast the host's Python is, which varied: the last column is from another, later run on a faster host, where FLUX.1 "
+        "keeps the GPU busy at 512². Every output is equal to eager's, to the bit.",
         "",
         "| model | shape | eager ms | breakable ms | | one whole graph ms | submit ms, eager → breakable | segments | pool MiB "
         "| another run |",

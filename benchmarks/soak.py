@@ -30,7 +30,7 @@ from benchmarks._soak import memory
 from benchmarks._soak.acts import ACTS, Act, World, is_unforeseen
 from benchmarks._soak.subject import FAMILIES, Subject, variants
 from benchmarks._soak.tally import Tally
-from diffgraph import startup
+from diffgraph.routing import startup
 
 EPOCH = 50
 COLUMNS = {
@@ -89,9 +89,7 @@ class Soak:
         return self
 
     def _new_subjects(self) -> list[Subject]:
-        return [
-            Subject(family, self.device, self.tally, self._random(family), self.backend) for family in self.families
-        ]
+        return [Subject(family, self.device, self.tally, self._random(family), self.backend) for family in self.families]
 
     def _take_step(self, subjects: list[Subject], caught: list[Any]) -> None:
         rng = self._random(self.step)

@@ -11,7 +11,7 @@ from demo.errors import NotPossible
 from demo.models import Model
 from diffgraph import CaptureShape
 from diffgraph.errors import ShapeError
-from diffgraph.shapes import load_shapes
+from diffgraph.shapes.capture_shape import load_shapes
 
 MOST_STEPS = 200
 MOST_GUIDANCE = 30.0

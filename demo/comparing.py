@@ -17,8 +17,8 @@ from demo.asking import Ask
 from demo.errors import NotPossible
 from demo.measures import Distance, distance
 from demo.models import Model
-from diffgraph.prompt_arguments import SCALES, per_prompt_argument
 from diffgraph.reasons import Reason
+from diffgraph.shapes.prompt_arguments import SCALES, per_prompt_argument
 
 #: How far it is, 0 to 1, and what is being done.
 Tell = Callable[[float, str], None]

@@ -14,7 +14,7 @@ import pipelines
 from diffgraph import CaptureShape
 from diffgraph.cli import models as by_name
 from diffgraph.cli.errors import UsageError
-from diffgraph.shapes import load_shapes
+from diffgraph.shapes.capture_shape import load_shapes
 
 EMBEDDED = Path(__file__).parent / "model"
 STAND_IN = "qwen_image"  # where nothing is embedded: the same pipeline class, with random weights

@@ -15,7 +15,7 @@ from demo.comparing import Comparison
 from demo.errors import sentence
 from demo.pictures import Shelf, still
 from demo.studio import Studio
-from diffgraph.prompt_arguments import SCALES, per_prompt_argument
+from diffgraph.shapes.prompt_arguments import SCALES, per_prompt_argument
 
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 #: All that uses the pipeline waits in one queue with one worker.

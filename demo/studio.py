@@ -15,9 +15,9 @@ from demo.asking import Ask
 from demo.comparing import Comparison, Tell, compare
 from demo.models import Model
 from diffgraph import CaptureShape
-from diffgraph.memory import free_memory, total_memory
 from diffgraph.pipeline import accelerated
-from diffgraph.report import SignatureReport
+from diffgraph.reports.report import SignatureReport
+from diffgraph.routing.memory import free_memory, total_memory
 
 _LOOK_EVERY = 0.2  # seconds between two looks at how far a capture is
 _PROMPT_ROWS = re.compile(r"encoder_hidden_states=\[\d+x(\d+)x")

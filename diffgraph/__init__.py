@@ -1,5 +1,7 @@
 """diffgraph: diffusers pipelines faster where the GPU waits for Python, without changing a pixel."""
 
+from diffgraph.engine.recorder import breakable_graph, eager_on_graph
+from diffgraph.engine.sequence import GraphSequence
 from diffgraph.errors import (
     AlreadyAcceleratedError,
     CaptureError,
@@ -14,14 +16,12 @@ from diffgraph.errors import (
     ReplayError,
     ShapeError,
 )
-from diffgraph.explain import Explanation, explain
 from diffgraph.finetuning.step import TrainingStep, record_training_step
 from diffgraph.pipeline import accelerate_module, accelerate_pipeline, capture, paused, report, restore_pipeline
 from diffgraph.reasons import Reason
-from diffgraph.recorder import breakable_graph, eager_on_graph
-from diffgraph.report import Report, SignatureReport
-from diffgraph.sequence import GraphSequence
-from diffgraph.shapes import CaptureShape, save_shapes
+from diffgraph.reports.explain import Explanation, explain
+from diffgraph.reports.report import Report, SignatureReport
+from diffgraph.shapes.capture_shape import CaptureShape, save_shapes
 
 __version__ = "0.1.0"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from diffgraph.compiling.pieces import Backend
 from diffgraph.errors import OptionError, OptionTypeError
-from diffgraph.pieces import Backend
 
 BACKENDS = ("breakable", "full", "eager")
 _COMPILE = ("backend", "mode", "options", "dynamic")

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from diffgraph import breaks as break_points
 from diffgraph import components as components_of
+from diffgraph.engine import breaks as break_points
 from diffgraph.errors import (
     AlreadyAcceleratedError,
     NotAcceleratedError,
@@ -18,12 +18,12 @@ from diffgraph.errors import (
     OptionTypeError,
 )
 from diffgraph.finetuning.step import TrainingStep
-from diffgraph.memory import Memory
 from diffgraph.options import Options, checked
-from diffgraph.report import Report
-from diffgraph.runner import Runner
-from diffgraph.shapes import load_shapes
-from diffgraph.startup import capture_shapes as capture_at_startup
+from diffgraph.reports.report import Report
+from diffgraph.routing.memory import Memory
+from diffgraph.routing.runner import Runner
+from diffgraph.routing.startup import capture_shapes as capture_at_startup
+from diffgraph.shapes.capture_shape import load_shapes
 
 P = TypeVar("P")
 M = TypeVar("M", bound=torch.nn.Module)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import diffgraph
-from diffgraph.compare import close, same_bits
+from diffgraph.engine.recordable import size_depends_on_data
+from diffgraph.engine.sequence import Break, HostTensor, HostValue
 from diffgraph.pipeline import _runners
-from diffgraph.recordable import size_depends_on_data
-from diffgraph.sequence import Break, HostTensor, HostValue
+from diffgraph.values.compare import close, same_bits
 from support.cases import Case, Draw
 
 #: Calls before the second replay in a row: eager, capture, and some more where a model's own caches fill first.

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 import diffgraph
-from diffgraph import ranks as ranks_module
-from diffgraph import verification
-from diffgraph.collectives import arrived
-from diffgraph.compare import same_bits
-from diffgraph.current import open_recorder
-from diffgraph.ranks import ranks_of
+from diffgraph.engine.current import open_recorder
+from diffgraph.parallel import ranks as ranks_module
+from diffgraph.parallel.collectives import arrived
+from diffgraph.parallel.ranks import ranks_of
+from diffgraph.recording import verification
+from diffgraph.values.compare import same_bits
 
 ACTS = {}
 PLACE = []  # of weights and inputs
@@ -282,7 +282,7 @@ def out_of_memory_for_good_at_a_replay(rank):
 
 @act
 def a_replay_that_differs(rank):
-    from diffgraph import visit
+    from diffgraph.routing import visit
 
     with replaced(visit, "is_same", visit.is_same if rank == 0 else lambda *_: False):
         return calls(denoiser(), range(5))

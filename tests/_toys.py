@@ -8,7 +8,7 @@ import torch
 
 import diffgraph
 import pipelines
-from diffgraph.compare import same_bits
+from diffgraph.values.compare import same_bits
 
 SETTLED = ["unseen_signature", "capture", "replay", "replay"]
 

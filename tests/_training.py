@@ -8,8 +8,8 @@ import torch
 
 import diffgraph
 import pipelines
-from diffgraph.compare import same_bits
-from diffgraph.tensors import map_tensors
+from diffgraph.values.compare import same_bits
+from diffgraph.values.tensors import map_tensors
 from pipelines import finetune
 
 SETTLED = ["unseen_signature", "unseen_signature", "capture", "replay", "replay"]

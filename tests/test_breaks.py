@@ -11,10 +11,10 @@ from diffusers.models.attention_dispatch import attention_backend, dispatch_atte
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 
 from diffgraph import GraphSequence, breakable_graph
-from diffgraph.breaks import check, placed
-from diffgraph.compare import same_bits
+from diffgraph.engine.breaks import check, placed
+from diffgraph.engine.sequence import Break
 from diffgraph.errors import OptionError
-from diffgraph.sequence import Break
+from diffgraph.values.compare import same_bits
 
 REGISTRY = attention_dispatch._AttentionBackendRegistry._backends
 

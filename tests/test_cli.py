@@ -19,8 +19,8 @@ from diffgraph.cli.main import main
 from diffgraph.cli.models import Model
 from diffgraph.cli.profile import busy_us
 from diffgraph.cli.shape_options import shapes_of
-from diffgraph.prompts import AUTO
-from diffgraph.shapes import CaptureShape
+from diffgraph.prompts.buckets import AUTO
+from diffgraph.shapes.capture_shape import CaptureShape
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ def test_bench_measures_every_backend(cuda, capsys):
 
 
 def test_a_trace_names_segments_and_breaks_beside_their_kernels(cuda, monkeypatch):
-    monkeypatch.setattr("diffgraph.verification.MAX_SLOWER", float("inf"))
+    monkeypatch.setattr("diffgraph.recording.verification.MAX_SLOWER", float("inf"))
 
     class Net(torch.nn.Module):
         def __init__(self):

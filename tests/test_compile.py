@@ -19,9 +19,9 @@ import diffgraph
 import pipelines
 from benchmarks._calls import DenoiserCall
 from benchmarks._weights import quantize
-from diffgraph import pieces
-from diffgraph.blocks import repeated_blocks
-from diffgraph.compare import close, same_bits
+from diffgraph.compiling import pieces
+from diffgraph.compiling.blocks import repeated_blocks
+from diffgraph.values.compare import close, same_bits
 from tests._toys import eager, route_of
 
 

@@ -10,8 +10,8 @@ import diffgraph
 import pipelines
 from benchmarks._calls import DenoiserCall
 from benchmarks._weights import block_linears
-from diffgraph import pieces
-from diffgraph.compare import close, same_bits
+from diffgraph.compiling import pieces
+from diffgraph.values.compare import close, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ def slow_is_fine(monkeypatch):
         pytest.fail("the gpu tests need a CUDA device")
     torch.manual_seed(0)
     torch._dynamo.reset()
-    monkeypatch.setattr("diffgraph.verification.MAX_SLOWER", float("inf"))
+    monkeypatch.setattr("diffgraph.recording.verification.MAX_SLOWER", float("inf"))
 
 
 def call_of(family, shape="64x64", prepare=lambda module: None):

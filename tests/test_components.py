@@ -7,7 +7,7 @@ import torch
 
 import diffgraph
 import pipelines
-from diffgraph.compare import same_bits
+from diffgraph.values.compare import same_bits
 
 
 def build(family):

@@ -20,8 +20,8 @@ import torch
 import diffgraph
 import pipelines
 from benchmarks import readme
-from diffgraph import pieces
 from diffgraph.cli.main import main
+from diffgraph.compiling import pieces
 from diffgraph.reasons import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,7 +95,7 @@ def test_every_block_of_a_page_runs(page, a_users_machine, capsys):
         elif block.kind == "bash":
             run_shell(block.text)
         elif block.kind == "json":
-            diffgraph.shapes.load_shapes(json.loads(block.text))
+            diffgraph.shapes.capture_shape.load_shapes(json.loads(block.text))
         else:
             assert block.kind in PRINTED or "--8<--" in block.text, f"{page.name}: nobody runs a block of kind {block.kind!r}"
 
@@ -132,7 +132,7 @@ def test_the_commands_of_the_readme_exist(a_users_machine, capsys):
         if block.kind == "bash":
             run_shell(block.text)
         if block.kind == "json":
-            assert diffgraph.shapes.load_shapes(json.loads(block.text))
+            assert diffgraph.shapes.capture_shape.load_shapes(json.loads(block.text))
 
 
 def test_every_reason_has_a_cause_and_a_remedy():

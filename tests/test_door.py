@@ -162,7 +162,7 @@ def test_a_forward_that_cannot_be_captured_runs_eager_with_one_warning():
                 raise RuntimeError("not while recording")
             return super().forward(x)
 
-    from diffgraph.recorder import open_recorder
+    from diffgraph.engine.recorder import open_recorder
 
     module = diffgraph.accelerate_module(Stubborn().eval())
     x = torch.randn(2, 4, 8)

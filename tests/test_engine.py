@@ -18,13 +18,13 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from diffgraph import GraphSequence, breakable_graph, eager_on_graph
-from diffgraph.capture import capture
 from diffgraph.devices import new_pool
+from diffgraph.engine.recorder import open_recorder, record
 from diffgraph.errors import CaptureError, HostValueChanged, OptionError, OptionTypeError, ReplayError
-from diffgraph.recorder import open_recorder, record
-from diffgraph.signature import Call
-from diffgraph.tensors import bits_of
-from diffgraph.tree import flatten
+from diffgraph.recording.capture import capture
+from diffgraph.recording.signature import Call
+from diffgraph.values.tensors import bits_of
+from diffgraph.values.tree import flatten
 
 
 @pytest.fixture(autouse=True)

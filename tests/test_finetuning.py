@@ -24,14 +24,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import diffgraph
 import pipelines
-from diffgraph.compare import close, same_bits
 from diffgraph.devices.cpu import CpuPool, TapeSegment
+from diffgraph.engine.recordable import written_by
+from diffgraph.engine.recorder import record
+from diffgraph.engine.sequence import GraphSequence
+from diffgraph.engine.write_log import WriteLog
 from diffgraph.finetuning.bytecode import paths_of
 from diffgraph.finetuning.recording import StepRecording
-from diffgraph.recordable import written_by
-from diffgraph.recorder import record
-from diffgraph.sequence import GraphSequence
-from diffgraph.write_log import WriteLog
+from diffgraph.values.compare import close, same_bits
 from pipelines import finetune
 
 ROOT = Path(__file__).resolve().parent.parent

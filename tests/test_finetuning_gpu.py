@@ -23,8 +23,8 @@ from _training import (  # noqa: F401
 )
 
 import diffgraph
-from diffgraph.compare import same_bits
-from diffgraph.tensors import map_tensors
+from diffgraph.values.compare import same_bits
+from diffgraph.values.tensors import map_tensors
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, before cuBLAS is used
 

@@ -11,10 +11,10 @@ import torch
 from _training import Loop, LoraLoop, accumulated, batch, delayed, sd3, step, trained  # noqa: F401
 
 import diffgraph
-from diffgraph.compare import same_bits
-from diffgraph.current import RECORDING
+from diffgraph.engine.current import RECORDING
 from diffgraph.finetuning import module as finetuning_module
 from diffgraph.finetuning import pair as finetuning_pair
+from diffgraph.values.compare import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
 

@@ -11,7 +11,7 @@ import torch
 
 import diffgraph
 import pipelines
-from diffgraph.compare import same_bits
+from diffgraph.values.compare import same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def cuda():
 def slow_is_fine(request, monkeypatch):
     """Three kernels are faster without us; these tests ask for more than speed."""
     if "demoted" not in request.node.name:
-        monkeypatch.setattr("diffgraph.verification.MAX_SLOWER", float("inf"))
+        monkeypatch.setattr("diffgraph.recording.verification.MAX_SLOWER", float("inf"))
 
 
 def test_a_forward_too_small_to_gain_is_demoted(cuda):

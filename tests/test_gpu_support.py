@@ -15,7 +15,7 @@ CASES = {case.label: case for case in all_cases()}
 @pytest.fixture(autouse=True)
 def slow_is_fine(monkeypatch):
     """Models as small as these gain little; what is asked here is whether they are right."""
-    monkeypatch.setattr("diffgraph.verification.MAX_SLOWER", float("inf"))
+    monkeypatch.setattr("diffgraph.recording.verification.MAX_SLOWER", float("inf"))
 
 
 @pytest.fixture(scope="module")

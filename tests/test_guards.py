@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffgraph
-from diffgraph.compare import same_bits
 from diffgraph.guards import Fingerprint
 from diffgraph.pipeline import _runners
+from diffgraph.values.compare import same_bits
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -486,8 +486,10 @@ def results(self, x, options):
 
 @pytest.mark.parametrize(
     "forward, route",
-    [*((forward, "replay") for forward in (pops, marks, appends, results)),
-     *((forward, "side_effects") for forward in (replaces, moves))],
+    [
+        *((forward, "replay") for forward in (pops, marks, appends, results)),
+        *((forward, "side_effects") for forward in (replaces, moves)),
+    ],
 )
 def test_the_callers_dict_is_changed_each_time_when_the_forward(forward, route):
     m = accelerated(module_of(forward))

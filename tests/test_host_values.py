@@ -8,8 +8,8 @@ import torch
 from _toys import accelerated, call, calls, route_of
 
 import diffgraph
-from diffgraph.entry import MAX_VALUES
 from diffgraph.pipeline import _runners
+from diffgraph.routing.entry import MAX_VALUES
 
 
 class Trimmed(torch.nn.Module):

@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 
 import diffgraph
 import pipelines
-from diffgraph.compare import same_bits
+from diffgraph.values.compare import same_bits
 
 EMBEDDING = 32  # of a picture
 

@@ -25,9 +25,9 @@ from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
 
 import diffgraph
-from diffgraph.capture import Recording
-from diffgraph.compare import same_bits
 from diffgraph.devices.cpu import CpuPool
+from diffgraph.recording.capture import Recording
+from diffgraph.values.compare import same_bits
 
 
 def lora(r=4):
@@ -107,9 +107,7 @@ CHANGES = {
     "weights are loaded in place": (None, lambda t: t.load_state_dict(doubled(t)), "replay"),
     "a submodule is replaced": (
         None,
-        lambda t: t.single_transformer_blocks[0].__setattr__(
-            "proj_out", twice(t.single_transformer_blocks[0].proj_out)
-        ),
+        lambda t: t.single_transformer_blocks[0].__setattr__("proj_out", twice(t.single_transformer_blocks[0].proj_out)),
         "weights_changed",
     ),
     "a block's forward is patched": (None, patch_forward, "hooks_changed"),

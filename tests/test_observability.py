@@ -12,9 +12,9 @@ from _toys import Net
 
 import diffgraph
 import pipelines
-from diffgraph import ranges
 from diffgraph.devices import new_pool
-from diffgraph.sequence import GraphSequence
+from diffgraph.engine import ranges
+from diffgraph.engine.sequence import GraphSequence
 
 
 def net(**options):

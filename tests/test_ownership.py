@@ -12,7 +12,7 @@ from _toys import accelerated, call, calls, eager, flux, flux_pipe, settle
 from diffusers import FluxPipeline
 
 import diffgraph
-from diffgraph.compare import same_bits
+from diffgraph.values.compare import same_bits
 
 
 def traces(module):
@@ -22,9 +22,7 @@ def traces(module):
 
 
 def same(before, after):
-    return len(before) == len(after) and all(
-        a[:2] == b[:2] and a[2] is b[2] for a, b in zip(before, after, strict=True)
-    )
+    return len(before) == len(after) and all(a[:2] == b[:2] and a[2] is b[2] for a, b in zip(before, after, strict=True))
 
 
 def test_restoring_leaves_nothing_of_ours_on_any_object():

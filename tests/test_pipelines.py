@@ -125,8 +125,7 @@ def test_qwen_image_sees_only_the_prompt_and_the_end_of_its_template():
 def test_inputs_draw_without_text_encoders(family):
     pipe = without_text_encoders(tiny(family))
     pictures = [
-        draw(pipe, **pipelines.inputs(family, pipe, height=64, width=96, batch=2, cfg=cfg))
-        for cfg in (None, False, True)
+        draw(pipe, **pipelines.inputs(family, pipe, height=64, width=96, batch=2, cfg=cfg)) for cfg in (None, False, True)
     ]
     frames = (1,) if family == "wan" else ()
     assert {picture.shape for picture in pictures} == {(2, *frames, 64, 96, 3)}

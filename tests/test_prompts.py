@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import diffgraph
 import pipelines
 from diffgraph import Reason, families
-from diffgraph.compare import close
 from diffgraph.families import rule_of
 from diffgraph.options import Options
-from diffgraph.prompts import AUTO, PromptBuckets
+from diffgraph.prompts.buckets import AUTO, PromptBuckets
+from diffgraph.values.compare import close
 
 TOLERANCE = 1e-5  # relative: another matrix shape may take another kernel
 

@@ -24,9 +24,9 @@ from torch import nn
 
 import diffgraph
 from benchmarks._weights import add_lora, block_linears
-from diffgraph.compare import same_bits
 from diffgraph.guards import Fingerprint
-from diffgraph.tensors import tensors_in
+from diffgraph.values.compare import same_bits
+from diffgraph.values.tensors import tensors_in
 
 # -- each kind: quantise a denoiser's blocks in place
 

@@ -12,7 +12,7 @@ from torch import nn
 import diffgraph
 import pipelines
 from benchmarks._weights import block_linears
-from diffgraph.compare import same_bits
+from diffgraph.values.compare import same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def slow_is_fine(monkeypatch):
     if not torch.cuda.is_available():
         pytest.fail("the gpu tests need a CUDA device")
     torch.manual_seed(0)
-    monkeypatch.setattr("diffgraph.verification.MAX_SLOWER", float("inf"))
+    monkeypatch.setattr("diffgraph.recording.verification.MAX_SLOWER", float("inf"))
 
 
 def quantized_pipe(family, quantise):

@@ -13,10 +13,11 @@ from _toys import SETTLED
 from torch.distributed import HashStore
 
 import diffgraph
-from diffgraph import ranks, runner
+from diffgraph.engine.sequence import Break
+from diffgraph.parallel import ranks
+from diffgraph.parallel.ranks import Intent, Ranks
 from diffgraph.pipeline import accelerated
-from diffgraph.ranks import Intent, Ranks
-from diffgraph.sequence import Break
+from diffgraph.routing import runner
 
 pytestmark = pytest.mark.timeout(400)  # the first one waits for all acts
 

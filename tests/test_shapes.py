@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diffgraph.errors import DiffgraphError, ShapeError
-from diffgraph.shapes import CaptureShape, load_shapes
+from diffgraph.shapes.capture_shape import CaptureShape, load_shapes
 
 whole = st.integers(min_value=1, max_value=10**12)
 scales = st.integers(0, 100) | st.floats(min_value=0, allow_nan=False, allow_infinity=False)
@@ -27,9 +27,7 @@ shapes = st.builds(
 )
 # Near misses find more than noise does.
 sizes = st.sampled_from(["512x512", "0x8", "8x8x", "8X8X8", " 8x8", "-8x8", "٣x٣"])
-options = st.sampled_from(
-    ["prompt=8", "cfg=off", "cfg=1.5", "cfg=nan", "cfg=1e999", "batch=0", "batch=", "steps=4", ""]
-)
+options = st.sampled_from(["prompt=8", "cfg=off", "cfg=1.5", "cfg=nan", "cfg=1e999", "batch=0", "batch=", "steps=4", ""])
 near_texts = st.builds("{}@{}".format, sizes, st.lists(options).map(",".join))
 
 
@@ -229,9 +227,7 @@ def test_unknown_option():
     assert "unknown option 'steps=4'" in message and "prompt, cfg, batch" in message
 
 
-@pytest.mark.parametrize(
-    "text", ["512x512@", "512x512@batch=2,", "512x512@,batch=2", "512x512@ batch=2", "512x512@@batch=2"]
-)
+@pytest.mark.parametrize("text", ["512x512@", "512x512@batch=2,", "512x512@,batch=2", "512x512@ batch=2", "512x512@@batch=2"])
 def test_empty_or_misspelt_option(text):
     assert "unknown option" in refusal(text)
 
@@ -268,9 +264,7 @@ def test_missing_size():
     assert "both needed" in refusal({"height": 512})
 
 
-@pytest.mark.parametrize(
-    "spec", [[], (), None, 512, b"512x512", [[]], (512,), (512, 512, 1, 1), {"512x512"}, ["512x512", None]]
-)
+@pytest.mark.parametrize("spec", [[], (), None, 512, b"512x512", [[]], (512,), (512, 512, 1, 1), {"512x512"}, ["512x512", None]])
 def test_what_is_no_shape_at_all(spec):
     assert "accepted are" in refusal(spec)
 

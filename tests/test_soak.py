@@ -74,14 +74,14 @@ def test_an_error_that_escapes_is_found_out(monkeypatch):
     def careless(*_):
         raise RuntimeError("not caught")
 
-    monkeypatch.setattr(diffgraph.runner.Runner, "note_replay", careless)
+    monkeypatch.setattr(diffgraph.routing.runner.Runner, "note_replay", careless)
     run = soak.Soak(families=("pixart",), acts=only("loop")).run(steps=4)
     assert run.tally.escapes > 0 and not run.ok
 
 
 def test_what_is_never_given_back_is_found_out(monkeypatch):
     kept = []
-    monkeypatch.setattr(diffgraph.runner.Runner, "release", lambda self: kept.extend(self.table.entries.values()))
+    monkeypatch.setattr(diffgraph.routing.runner.Runner, "release", lambda self: kept.extend(self.table.entries.values()))
     run = soak.Soak(families=("pixart",), acts=only("loop")).run(steps=4)
     assert "Recording" in run.left[-1].ours and not run.ok
     for entry in kept:
@@ -89,7 +89,7 @@ def test_what_is_never_given_back_is_found_out(monkeypatch):
 
 
 def test_a_limit_that_is_not_kept_is_found_out(monkeypatch):
-    monkeypatch.setattr("diffgraph.memory.Memory.admit", lambda *_: True)
+    monkeypatch.setattr("diffgraph.routing.memory.Memory.admit", lambda *_: True)
     run = soak.Soak(families=("pixart",), acts=only("many_shapes")).run(steps=4)
     assert any("max_graphs is" in line or "the limit is" in line for line in run.tally.failures)
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from diffgraph.tensors import tensors_in
+from diffgraph.values.tensors import tensors_in
 from support import table
 from support.__main__ import FILE
 from support.cases import Draw, all_cases, classes

@@ -10,7 +10,7 @@ from _toys import accelerated, call, calls, eager, flux, settle
 from peft import LoraConfig
 
 import diffgraph
-from diffgraph.compare import same_bits
+from diffgraph.values.compare import same_bits
 
 THREADS = 4
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from diffgraph.tensors import tensors_within
-from diffgraph.tree import TooManyLeaves, flatten, map_leaves, unflatten
+from diffgraph.values.tensors import tensors_within
+from diffgraph.values.tree import TooManyLeaves, flatten, map_leaves, unflatten
 
 Point = namedtuple("Point", "x y")
 

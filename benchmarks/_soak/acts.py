@@ -28,7 +28,7 @@ from benchmarks._soak import faults
 from benchmarks._soak.subject import DTYPES, Subject
 from benchmarks._soak.tally import Outcome, Tally, no_grad
 from diffgraph.errors import CaptureWarning
-from diffgraph.tree import map_leaves
+from diffgraph.values.tree import map_leaves
 
 
 class World(NamedTuple):

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-import diffgraph.side_effects
-import diffgraph.verification
-from diffgraph.capture import Recording
-from diffgraph.current import open_recorder
+import diffgraph.recording.side_effects
+import diffgraph.recording.verification
 from diffgraph.devices.base import Pool, Segment
-from diffgraph.static_inputs import StaticInputs
+from diffgraph.engine.current import open_recorder
+from diffgraph.recording.capture import Recording
+from diffgraph.recording.static_inputs import StaticInputs
 
 CAPTURE, REPLAY, EAGER = "capture", "replay", "eager"
 
@@ -46,8 +46,8 @@ def places(device: str) -> dict[str, tuple[Any, str, bool]]:
         "a replayed segment": (segment, "replay", True),
         "static inputs": (StaticInputs, "copy_from", True),
         "outputs": (Recording, "outputs", True),
-        "the comparison of arguments": (diffgraph.side_effects, "same_bits", True),
-        "the comparison with eager": (diffgraph.verification, "same_bits", True),
+        "the comparison of arguments": (diffgraph.recording.side_effects, "same_bits", True),
+        "the comparison with eager": (diffgraph.recording.verification, "same_bits", True),
     }
 
 
@@ -89,4 +89,3 @@ def _segment_class(device: str) -> type[Segment]:
     from diffgraph.devices.cuda import CudaSegment
 
     return CudaSegment
-

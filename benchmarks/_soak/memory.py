@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from benchmarks._measure import MIB
-from diffgraph.capture import Recording
 from diffgraph.devices.base import Pool, Segment
-from diffgraph.entry import Entry
+from diffgraph.engine.sequence import Break, GraphSequence
 from diffgraph.guards import Fingerprint
-from diffgraph.runner import Runner
-from diffgraph.sequence import Break, GraphSequence
+from diffgraph.recording.capture import Recording
+from diffgraph.routing.entry import Entry
+from diffgraph.routing.runner import Runner
 
 #: How far memory may grow from the first quarter of a run to its end. On a GPU it is what tensors hold; a process' resident
 #: memory moves by itself (arenas, libraries that load on first use).

@@ -16,7 +16,7 @@ import pipelines
 from benchmarks._calls import DenoiserCall, inputs
 from benchmarks._soak.tally import Outcome, Tally
 from diffgraph.components import denoisers
-from diffgraph.tensors import map_tensors
+from diffgraph.values.tensors import map_tensors
 
 FAMILIES = ("qwen_image", "flux", "sdxl", "pixart", "wan")
 SHAPES = ("32x32", "32x48", "64x32")

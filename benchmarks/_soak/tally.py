@@ -12,8 +12,8 @@ import torch
 
 import diffgraph
 from benchmarks._calls import difference, is_finite
-from diffgraph.compare import same_bits
-from diffgraph.memory import Memory
+from diffgraph.routing.memory import Memory
+from diffgraph.values.compare import same_bits
 
 PAUSED = "paused"  # the oracle's own calls
 

@@ -76,7 +76,7 @@ def _timed(call: Any, backend: str, repeats: int) -> tuple[list[float], list[flo
     import diffgraph
     from diffgraph.cli.calls import settle
     from diffgraph.cli.clock import call_ms
-    from diffgraph.compare import close, same_bits
+    from diffgraph.values.compare import close, same_bits
 
     eager: list[float] = []
     replayed: list[float] = []

@@ -11,11 +11,11 @@ from diffgraph.cli.models import Model
 from diffgraph.components import DENOISERS, denoisers
 from diffgraph.errors import ShapeError
 from diffgraph.pipeline import report
-from diffgraph.report import Report
-from diffgraph.shapes import CaptureShape
-from diffgraph.signature import Call, Refused
-from diffgraph.startup import STEPS
-from diffgraph.tensors import map_tensors, weights_device
+from diffgraph.recording.signature import Call, Refused
+from diffgraph.reports.report import Report
+from diffgraph.routing.startup import STEPS
+from diffgraph.shapes.capture_shape import CaptureShape
+from diffgraph.values.tensors import map_tensors, weights_device
 
 
 @dataclass

@@ -49,10 +49,10 @@ def examine(model: models.Model, shapes: Any, prompt: str | None, repeats: int) 
     from diffgraph.cli.calls import denoiser_calls
     from diffgraph.cli.diagnosis import diagnose
     from diffgraph.components import denoisers
-    from diffgraph.memory import total_memory
-    from diffgraph.refusals import refusal
-    from diffgraph.startup import one_length
-    from diffgraph.tensors import weights_device
+    from diffgraph.routing.memory import total_memory
+    from diffgraph.routing.refusals import refusal
+    from diffgraph.routing.startup import one_length
+    from diffgraph.values.tensors import weights_device
 
     modules = denoisers(model.pipe)
     refused = {name: reason for name, m in modules.items() if (reason := refusal(m)) is not None}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffgraph.cli.errors import UsageError
-from diffgraph.shapes import CaptureShape
+from diffgraph.shapes.capture_shape import CaptureShape
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -43,7 +43,7 @@ class Model:
 
     def arguments(self, shape: CaptureShape, prompt: str | None = None) -> dict[str, Any]:
         """Keyword arguments of a pipeline call at this shape; random embeddings where the pipeline has no text encoder."""
-        from diffgraph.startup import call_arguments
+        from diffgraph.routing.startup import call_arguments
 
         if self.size == "full" and prompt is not None:
             raise UsageError(f"{self.name} at its published size has random weights and no text encoder: no --prompt is accepted")

@@ -12,7 +12,7 @@ from typing import Any
 from diffgraph.cli import models
 from diffgraph.cli.errors import UsageError
 from diffgraph.cli.shape_options import shapes_of, split
-from diffgraph.shapes import CaptureShape
+from diffgraph.shapes.capture_shape import CaptureShape
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEOS = (".gif", ".webp")

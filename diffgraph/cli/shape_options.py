@@ -8,7 +8,7 @@ from typing import Any
 
 from diffgraph.cli.errors import UsageError
 from diffgraph.errors import ShapeError
-from diffgraph.shapes import CaptureShape, load_shapes
+from diffgraph.shapes.capture_shape import CaptureShape, load_shapes
 
 _FILES = (".json", ".yaml", ".yml")
 

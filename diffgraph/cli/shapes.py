@@ -14,7 +14,7 @@ from diffgraph.cli.errors import UsageError
 from diffgraph.cli.screen import console, print_json, table
 from diffgraph.cli.shape_options import add_products, multiplied, shapes_of
 from diffgraph.errors import ShapeError
-from diffgraph.shapes import CaptureShape, load_shapes, save_shapes
+from diffgraph.shapes.capture_shape import CaptureShape, load_shapes, save_shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffgraph.collectives import completed, is_collective
 from diffgraph.devices.base import Pool, Segment
 from diffgraph.errors import HostValueChanged
-from diffgraph.tensors import storage_of, tensors_in
-from diffgraph.tree import flatten, map_leaves
+from diffgraph.parallel.collectives import completed, is_collective
+from diffgraph.values.tensors import storage_of, tensors_in
+from diffgraph.values.tree import flatten, map_leaves
 
 
 class Op(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diffgraph.families.base import Lengths, PromptRule, bucket_of, rows
-from diffgraph.padding import Padding, left_out
+from diffgraph.prompts.padding import Padding, left_out
 
 
 class TextFirst(PromptRule):

@@ -10,8 +10,8 @@ import torch
 
 from diffgraph.errors import CaptureError
 from diffgraph.reasons import Reason
-from diffgraph.signature import Refused
-from diffgraph.tensors import has_plain_memory
+from diffgraph.recording.signature import Refused
+from diffgraph.values.tensors import has_plain_memory
 
 
 class Left(NamedTuple):

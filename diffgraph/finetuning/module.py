@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from diffgraph.compare import same_bits
-from diffgraph.current import RECORDING, foreign_capture, intercepted, open_recorder
 from diffgraph.devices import SUPPORTED
-from diffgraph.entry import Entry
+from diffgraph.engine.current import RECORDING, foreign_capture, intercepted, open_recorder
 from diffgraph.errors import CaptureWarning
 from diffgraph.finetuning.pair import Pair, as_new_leaves
 from diffgraph.finetuning.state import TrainingState
 from diffgraph.finetuning.verification import is_close
-from diffgraph.memory import Memory
 from diffgraph.options import Options
 from diffgraph.reasons import Reason
-from diffgraph.routes import Route, Routes
-from diffgraph.signature import Call, Refused
-from diffgraph.static_inputs import StaticInputs
-from diffgraph.table import Table
-from diffgraph.tensors import tensors_in, weights_device
-from diffgraph.tree import unflatten
+from diffgraph.recording.signature import Call, Refused
+from diffgraph.recording.static_inputs import StaticInputs
+from diffgraph.routing.entry import Entry
+from diffgraph.routing.memory import Memory
+from diffgraph.routing.routes import Route, Routes
+from diffgraph.routing.table import Table
+from diffgraph.values.compare import same_bits
+from diffgraph.values.tensors import tensors_in, weights_device
+from diffgraph.values.tree import unflatten
 
 logger = logging.getLogger("diffgraph")
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from diffgraph.errors import OptionError, OptionTypeError
 from diffgraph.finetuning.held import Held
 from diffgraph.guards.composed import addresses
-from diffgraph.values import same_value
+from diffgraph.values.constants import same_value
 
 Optimizer = torch.optim.Optimizer
 

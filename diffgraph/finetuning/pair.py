@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from diffgraph.capture import Recording, check_outputs, settled
-from diffgraph.current import RECORDING
 from diffgraph.devices import Pool
+from diffgraph.engine.current import RECORDING
+from diffgraph.engine.ranges import opened
+from diffgraph.engine.recorder import Recorder, record
+from diffgraph.engine.sequence import GraphSequence
+from diffgraph.engine.write_log import WriteLog
 from diffgraph.errors import CaptureError, ReplayError
-from diffgraph.ranges import opened
-from diffgraph.recorder import Recorder, record
-from diffgraph.sequence import GraphSequence
-from diffgraph.signature import Call
-from diffgraph.static_inputs import StaticInputs
-from diffgraph.tensors import has_plain_memory, storage_of
-from diffgraph.tree import flatten, map_leaves, unflatten
-from diffgraph.write_log import WriteLog
+from diffgraph.recording.capture import Recording, check_outputs, settled
+from diffgraph.recording.signature import Call
+from diffgraph.recording.static_inputs import StaticInputs
+from diffgraph.values.tensors import has_plain_memory, storage_of
+from diffgraph.values.tree import flatten, map_leaves, unflatten
 
 
 class Flight:

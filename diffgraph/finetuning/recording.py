@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from diffgraph.capture import Recording, check_outputs, settled
 from diffgraph.devices import Pool
+from diffgraph.engine.ranges import opened
+from diffgraph.engine.recorder import Recorder, in_one_thread, record
+from diffgraph.engine.sequence import GraphSequence
+from diffgraph.engine.write_log import WriteLog
 from diffgraph.errors import CaptureError, ReplayError
 from diffgraph.finetuning.gradients import Gradients, Left
 from diffgraph.finetuning.optimizers import Kept, OptimizerState
-from diffgraph.ranges import opened
-from diffgraph.recorder import Recorder, in_one_thread, record
-from diffgraph.sequence import GraphSequence
-from diffgraph.signature import Call
-from diffgraph.static_inputs import StaticInputs
-from diffgraph.tensors import storage_of
-from diffgraph.tree import map_leaves
-from diffgraph.write_log import WriteLog
+from diffgraph.recording.capture import Recording, check_outputs, settled
+from diffgraph.recording.signature import Call
+from diffgraph.recording.static_inputs import StaticInputs
+from diffgraph.values.tensors import storage_of
+from diffgraph.values.tree import map_leaves
 
 Step = Callable[..., Any]
 

@@ -12,9 +12,9 @@ from diffgraph.finetuning.gradients import Gradients
 from diffgraph.finetuning.optimizers import OptimizerState, have_hooks
 from diffgraph.guards import Fingerprint
 from diffgraph.reasons import Reason
-from diffgraph.refusals import refusal
-from diffgraph.signature import Refused
-from diffgraph.state import MAX_CHANGES, MAX_REST
+from diffgraph.recording.signature import Refused
+from diffgraph.routing.refusals import refusal
+from diffgraph.routing.state import MAX_CHANGES, MAX_REST
 
 
 class TrainingState:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from diffgraph.current import foreign_capture, intercepted, open_recorder
 from diffgraph.devices import SUPPORTED
-from diffgraph.entry import Entry
+from diffgraph.engine.current import foreign_capture, intercepted, open_recorder
+from diffgraph.engine.ranges import named
 from diffgraph.errors import CaptureWarning, OptionError, OptionTypeError, ReplayError
 from diffgraph.finetuning import optimizers as optimizers_of
 from diffgraph.finetuning.reads import Reads, change
@@ -24,14 +24,14 @@ from diffgraph.finetuning.state import TrainingState
 from diffgraph.finetuning.undo import undone
 from diffgraph.finetuning.verification import replay_and_compare
 from diffgraph.finetuning.watch import Watch
-from diffgraph.memory import Memory
 from diffgraph.options import Options, checked
-from diffgraph.ranges import named
 from diffgraph.reasons import Reason
-from diffgraph.report import Report
-from diffgraph.routes import Route, Routes
-from diffgraph.signature import MAX_LEAVES, Call, Refused, describe_leaf
-from diffgraph.table import Table
+from diffgraph.recording.signature import MAX_LEAVES, Call, Refused, describe_leaf
+from diffgraph.reports.report import Report
+from diffgraph.routing.entry import Entry
+from diffgraph.routing.memory import Memory
+from diffgraph.routing.routes import Route, Routes
+from diffgraph.routing.table import Table
 
 logger = logging.getLogger("diffgraph")
 

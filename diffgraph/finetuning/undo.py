@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from diffgraph.devices import Pool
+from diffgraph.engine.write_log import WriteLog, WritesNoted
 from diffgraph.finetuning.gradients import Gradients
 from diffgraph.finetuning.optimizers import Kept
-from diffgraph.write_log import WriteLog, WritesNoted
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from diffgraph.compare import close, same_bits
+from diffgraph.engine.write_log import Contents
 from diffgraph.finetuning.gradients import Gradients
 from diffgraph.finetuning.recording import StepRecording
-from diffgraph.signature import Call
-from diffgraph.write_log import Contents
+from diffgraph.recording.signature import Call
+from diffgraph.values.compare import close, same_bits
 
 #: Where kernels add in no fixed order (most backward passes of attention on a GPU), Adam turns their noise into whole steps of
 #: some weights. Memory that was overwritten is farther off.
@@ -69,15 +69,11 @@ class _State:
         self._before = recording.log.views(before, without=without)
 
     def is_same(self, other: _State) -> bool:
-        return same_bits(
-            (self._output, self._gradients, self._written), (other._output, other._gradients, other._written)
-        )
+        return same_bits((self._output, self._gradients, self._written), (other._output, other._gradients, other._written))
 
     def is_close(self, other: _State) -> bool:
         """A step is small beside the weights, so not they are compared but what was done to them."""
-        return is_close(
-            (self._output, self._gradients, self._changes()), (other._output, other._gradients, other._changes())
-        )
+        return is_close((self._output, self._gradients, self._changes()), (other._output, other._gradients, other._changes()))
 
     def _changes(self) -> list[torch.Tensor]:
         return list(map(_change, self._written, self._before))

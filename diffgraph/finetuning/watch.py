@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diffgraph.engine.recordable import on_host_alone, why_never_recordable, why_not_recordable
+from diffgraph.engine.recorder import check_for_training, is_made_of_others
+from diffgraph.engine.untraced import untraced
 from diffgraph.errors import CaptureError
-from diffgraph.recordable import on_host_alone, why_never_recordable, why_not_recordable
-from diffgraph.recorder import check_for_training, is_made_of_others
-from diffgraph.tree import flatten
-from diffgraph.untraced import untraced
+from diffgraph.values.tree import flatten
 
 
 class Watch(TorchDispatchMode):

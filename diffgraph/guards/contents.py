@@ -13,7 +13,7 @@ import torch
 
 from diffgraph.guards.composed import has_own_memory
 from diffgraph.guards.objects import is_object
-from diffgraph.values import same_value
+from diffgraph.values.constants import same_value
 
 _CONTAINER_LIMIT = 256  # a longer list is compared by identity, to bound the cost of a call
 _CONTAINER_TYPES = (list, tuple, set, dict, deque, bytearray)

@@ -135,9 +135,7 @@ def anyflow(draw):
     return {**frames_first(clip(draw)), **times}
 
 
-@case(
-    "AnyFlowFARTransformer3DModel", cfg=BATCHED, prompt="512", **ANYFLOW, compressed_patch_size=(1, 4, 4), full_chunk_limit=3
-)
+@case("AnyFlowFARTransformer3DModel", cfg=BATCHED, prompt="512", **ANYFLOW, compressed_patch_size=(1, 4, 4), full_chunk_limit=3)
 def anyflow_far(draw):
     times = {"timestep": draw.unit(1, 4) * 1000, "r_timestep": draw.unit(1, 4) * 1000}
     return {**frames_first(clip(draw, frames=4)), **times, "chunk_partition": [2, 2]}

@@ -1,0 +1,1 @@
+"""A model's repeated blocks, compiled between the breaks."""

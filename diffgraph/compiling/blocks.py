@@ -1,0 +1,183 @@
+"""A model's repeated blocks, compiled for as long as a forward is recorded."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._device import DeviceContext
+
+from diffgraph.compiling.pieces import Backend, Tally
+from diffgraph.engine.current import open_recorder
+from diffgraph.errors import CaptureError
+from diffgraph.recording.signature import Signature
+from diffgraph.values.tensors import has_plain_memory, storage_of
+
+logger = logging.getLogger("diffgraph")
+
+#: What was compiled so many times Dynamo runs eagerly, by default 8. One block may see many sizes and LoRAs.
+_RECOMPILES = 512
+_TRIES = 4
+_LONGEST = 240  # reason, in characters
+
+
+class Compilation(NamedTuple):
+    """What compiling the blocks for one recording took; `compiles` is 0 where code of an earlier one served."""
+
+    compiles: int
+    seconds: float
+
+
+def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Of the classes that a diffusers model names in `_repeated_blocks`; else what lists of one class hold, outermost first."""
+    names = getattr(module, "_repeated_blocks", None) or ()
+    return [m for m in module.modules() if type(m).__name__ in names] or list(_listed(module))
+
+
+def _listed(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList) and len(child) > 1 and len(set(map(type, child))) == 1:
+            yield from child
+        else:
+            yield from _listed(child)
+
+
+class BlockCompiler:
+    """`given`: keyword arguments of `torch.compile`."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._backend = Backend(given)
+        self._first: Signature | None = None
+        self._told: set[str] = set()
+        self._failures: list[str] = []  # in a row
+
+    def compile(self, module: torch.nn.Module, signature: Signature, forward: Callable[[], Any]) -> Compilation:
+        """Run `forward`, made inside `placed`: what is not compiled yet for its sizes is, and kernels load and are chosen.
+
+        The first signature is compiled for its very sizes, though blocks may differ in theirs; the others share what is compiled
+        for any size, unless the options say otherwise.
+        Raises whatever the compiler does, and `CaptureError` where it leaves a block uncompiled, or there is none.
+        """
+        import torch._dynamo as dynamo
+
+        if len(self._failures) >= _TRIES:  # it takes its time to fail
+            raise CaptureError(self._failures[-1])
+        self._first = self._first or signature
+        start, compiles, entered = perf_counter(), Tally.compiles, Tally.entered
+        with dynamo.config.patch(automatic_dynamic_shapes=signature != self._first):
+            forward()
+        if Tally.entered == entered:
+            raise CaptureError(f"no repeated block of {type(module).__name__} could be compiled")
+        self.forgive()
+        return Compilation(Tally.compiles - compiles, perf_counter() - start)
+
+    def failed(self, module: torch.nn.Module, error: Exception) -> str:
+        """Say so, once; returns why in one line."""
+        text = " ".join(str(error).partition("\n\n")[0].split())[:_LONGEST] or repr(error)
+        self._failures.append(text)
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("the blocks of this %s are recorded uncompiled: %s", type(module).__name__, error)
+        return text
+
+    def forgive(self) -> None:
+        """Try again, however often it has failed."""
+        self._failures = []
+
+    @contextmanager
+    def placed(self, module: torch.nn.Module) -> Iterator[None]:
+        """Inside, the blocks' calls by this thread run compiled. Nothing is written to any module, so that others see no change.
+
+        Not for two threads at a time.
+        """
+        import torch._dynamo as dynamo
+
+        blocks = {id(block): self._stand_in(block) for block in repeated_blocks(module) if _is_plain(block)}
+        limits = {"recompile_limit": _RECOMPILES, "accumulated_recompile_limit": 8 * _RECOMPILES}
+        # Whatever would have a block run as it is, in part or whole, raises.
+        strict = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "specialize_float": True}
+        # `Module.__call__` asks this before its own way; a module that was compiled by its owner has one of its own.
+        was = torch.nn.Module._compiled_call_impl
+        torch.nn.Module._compiled_call_impl = _OfThread(blocks)  # type: ignore[assignment]
+        try:
+            with dynamo.config.patch({**limits, **strict}):
+                yield
+        finally:
+            torch.nn.Module._compiled_call_impl = was
+
+    def _stand_in(self, block: torch.nn.Module) -> Callable[..., Any]:
+        compiled = torch.compile(block.forward, backend=self._backend, fullgraph=True, dynamic=self._backend.dynamic)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recorder = open_recorder()
+            if recorder is not None and recorder.in_break:  # which runs at replay as it is
+                return block._call_impl(*args, **kwargs)
+            entered = Tally.entered
+            given = {id(arg): arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)}
+            uniform = {key: _uniform(tensor) for key, tensor in given.items()}
+            copies = [uniform[key] for key, tensor in given.items() if storage_of(uniform[key]) != storage_of(tensor)]
+            versions = [copy._version for copy in copies]
+            args = tuple(uniform.get(id(arg), arg) for arg in args)
+            kwargs = {name: uniform.get(id(arg), arg) for name, arg in kwargs.items()}
+            with _out_of_modes():
+                result = compiled(*args, **kwargs)
+            if versions != [copy._version for copy in copies]:
+                raise CaptureError(f"a {type(block).__name__} writes to its input, of which it was given a copy")
+            if Tally.entered == entered:
+                raise CaptureError(f"the compiler ran {type(block).__name__} as it is")
+            return result
+
+        return call
+
+
+class _OfThread:
+    """As an attribute of `torch.nn.Module`: what this thread's calls of some modules run instead, and `None` for all others."""
+
+    def __init__(self, calls: dict[int, Callable[..., Any]]) -> None:
+        self._calls = calls
+        self._thread = threading.get_ident()
+
+    def __get__(self, module: torch.nn.Module | None, _: type) -> Callable[..., Any] | None:
+        call = self._calls.get(id(module))  # first: Dynamo, in another thread, cannot trace the other question
+        return call if call is not None and threading.get_ident() == self._thread else None
+
+
+def _is_plain(block: torch.nn.Module) -> bool:
+    """Whether its call is its class's forward: no hooks, nothing patched over it, a break say."""
+    hooks = (block._forward_hooks, block._forward_pre_hooks, *_GLOBAL_HOOKS)
+    return "forward" not in block.__dict__ and not any(hooks)
+
+
+_GLOBAL_HOOKS = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+)
+
+
+def _uniform(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, if it is dense, with the strides that are usual then, and no view that Dynamo would look behind. The first
+    block's input often is a transposed view, the others' are not; code that is compiled for both is slower than the copy."""
+    if not has_plain_memory(tensor):
+        return tensor
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    is_dense = tensor.permute(by_stride).is_contiguous()
+    return (tensor.contiguous().flatten().view(tensor.shape) if is_dense else tensor).detach()
+
+
+@contextmanager
+def _out_of_modes() -> Iterator[None]:
+    """Dynamo takes neither its own code nor any other under a dispatch mode: the recorder's, which its pieces and breaks find
+    without it. A function mode of ours (`families`) looks for what happens outside of blocks."""
+    functions = torch.overrides._get_current_function_mode_stack()
+    with ExitStack() as stack:
+        if functions and type(functions[-1]) is not DeviceContext:
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        recorder = open_recorder()
+        if recorder is not None:
+            stack.enter_context(recorder.left())
+        yield

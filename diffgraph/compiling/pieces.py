@@ -1,0 +1,170 @@
+"""A backend for `torch.compile` that keeps breaks out of the compiler.
+
+Dynamo hands over a block's whole graph, in which a call of attention is one opaque node. The graph is cut there. Each piece
+between two breaks is compiled, and is to an open capture what an op is: its results are born in the segment, and its own memory
+is the pool's to reuse. Pieces and breaks are all there is: no Python of the block's runs between them, unseen by the capture.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from diffgraph.engine.current import open_recorder
+from diffgraph.errors import CaptureError, OptionError
+from diffgraph.values.ambient import Ambient
+from diffgraph.values.tensors import tensors_in
+from diffgraph.values.tree import flatten, map_leaves
+
+_LONGEST = 240  # of the compiler's own words, in characters
+COMPILER = "inductor"  # unless another is asked for
+#: Of a function that is a break: the name of an attribute, a `Layout`.
+LAYOUT = "_diffgraph_layout"
+
+
+class Tally:
+    """What happened in this process, for those who compile or call under the lock `RECORDING`."""
+
+    compiles = 0  # graphs that were compiled
+    entered = 0  # calls of compiled graphs
+
+
+class Layout:
+    """How the results of a break lie in memory: pieces are compiled for what Dynamo, without data, was told of them.
+
+    `heads_first`: [..., heads, rows, channels] with all heads of a row side by side, as fast kernels return it; else contiguous.
+    """
+
+    def __init__(self, heads_first: bool) -> None:
+        self._heads_first = heads_first
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self._in_order(tensor).is_contiguous()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.holds(tensor) else self._in_order(self._in_order(tensor).contiguous())
+
+    def _in_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(-2, -3) if self._heads_first and tensor.dim() >= 4 else tensor
+
+
+class Backend:
+    """Compiles what lies between breaks. `given` are keyword arguments of `torch.compile`: backend, mode, options, dynamic.
+
+    Raises `OptionError` for what `torch.compile` does not accept.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.dynamic = given.get("dynamic")
+        backend, mode, options = given.get("backend", COMPILER), given.get("mode"), given.get("options")
+        inner: Any = torch
+        try:
+            if backend == "inductor":
+                # Not its own CUDA graphs, which "reduce-overhead" asks for: ours take their place.
+                options = {**(options or {}), "triton.cudagraphs": False}
+                self._compile = inner._TorchCompileInductorWrapper(mode, options, self.dynamic)
+            else:
+                self._compile = inner._TorchCompileWrapper(backend, mode, options, self.dynamic)
+        except Exception as error:
+            why = str(error)[:_LONGEST]
+            raise OptionError(f"compile_blocks is {dict(given)!r}, which torch.compile does not accept: {why}") from None
+
+    def __eq__(self, other: object) -> bool:
+        """Then Dynamo takes what the other has compiled."""
+        return isinstance(other, Backend) and self._compile == other._compile
+
+    def __repr__(self) -> str:
+        return str(self._compile.compiler_name)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, graph: GraphModule, _: Any) -> Callable[..., Any]:
+        Tally.compiles += 1
+        parts = _cut(graph)
+        for name, part in list(parts.named_children()):
+            layout = next(filter(None, map(_layout, part.graph.nodes)), None)  # type: ignore[union-attr]
+            delattr(parts, name)
+            parts.__dict__[name] = self._piece(part) if layout is None else _LaidOut(part, layout)
+
+        def entered(*args: Any) -> Any:
+            Tally.entered += 1
+            return parts(*args)
+
+        return entered
+
+    def _piece(self, part: Any) -> Piece:
+        """Raises `CaptureError` for what a capture must look into: a recording would bake what the host reads."""
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+        given = [node.meta["example_value"] for node in part.graph.find_nodes(op="placeholder")]
+        (output,) = part.graph.find_nodes(op="output")
+        is_single = not isinstance(output.args[0], tuple)
+        if is_single:  # compilers want a tuple
+            output.args = ((output.args[0],),)
+            part.recompile()
+        values = [node.meta.get("example_value") for node in part.graph.nodes]
+        devices = {tensor.device.type for tensor in tensors_in(values)}
+        if len(devices) > 1:
+            raise CaptureError(f"a block works on {' and '.join(sorted(devices))} at once")
+        if any(free_unbacked_symbols(value) for value in flatten(values)[0]):
+            raise CaptureError("a block reads values on the host, or sizes that depend on values")
+        return Piece(self._compile(part, given), is_single, Ambient.now(next(iter(devices), "cpu")))
+
+
+class Piece:
+    """Compiled code between two breaks."""
+
+    def __init__(self, compiled: Callable[..., Any], is_single: bool, ambient: Ambient) -> None:
+        self._compiled, self._is_single, self._ambient = compiled, is_single, ambient
+
+    def __call__(self, *args: Any) -> Any:
+        recorder = open_recorder()
+        return self.run(*args) if recorder is None else recorder.run_piece(self.run, args)
+
+    def run(self, *args: Any) -> Any:
+        with self._ambient.precision(), torch.no_grad():  # as it was compiled: a tape replays in another state
+            results = self._compiled(*args)
+        return results[0] if self._is_single else results
+
+
+class _LaidOut:
+    """A break, and its results laid out as the next piece expects them."""
+
+    def __init__(self, call: Callable[..., Any], layout: Layout) -> None:
+        self._call, self._layout = call, layout
+
+    def __call__(self, *args: Any) -> Any:
+        return map_leaves(self._laid_out, self._call(*args))
+
+    def _laid_out(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or self._layout.holds(leaf):
+            return leaf
+        recorder = open_recorder()
+        return self._layout.of(leaf) if recorder is None else recorder.run_piece(self._layout.of, (leaf,))
+
+
+def _layout(node: Any) -> Layout | None:
+    return getattr(node.target, LAYOUT, None) if isinstance(node, Node) and node.op == "call_function" else None
+
+
+def _cut(graph: GraphModule) -> GraphModule:
+    """The graph as calls of its parts, in order: each break is one of its own."""
+    from torch.fx.passes.split_module import split_module
+
+    part_of: dict[Node, int] = {}
+    last = 0
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is operator.getitem and _layout(node.args[0]) is not None:
+            part_of[node] = part_of[node.args[0]]  # one of a break's results
+        elif _layout(node) is not None:
+            part_of[node] = last + 1
+            last += 2
+        else:
+            part_of[node] = last
+    return split_module(graph, None, part_of.__getitem__, keep_original_order=True)  # type: ignore[arg-type]

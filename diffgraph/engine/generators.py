@@ -1,0 +1,61 @@
+"""Who sets a generator while a step is recorded: gradient checkpointing, to draw the same dropout twice. A replay would not.
+
+The host's generator shows it by its state. A GPU's says nothing of its state while a capture is open (torch 2.11), so there it is
+seen by the functions' names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from diffgraph.engine.current import open_recorder
+
+_NAMES = ("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all", "seed", "seed_all")
+_PLACES = (torch.cuda, torch.cuda.random)  # `torch.manual_seed` and `torch.seed` go by here, too
+
+
+@contextmanager
+def settings_seen() -> Iterator[None]:
+    """Inside, setting a GPU's generator is noted by the capture that the calling thread has open."""
+    with ExitStack() as stack:
+        for place in _PLACES:
+            for name in filter(partial(hasattr, place), _NAMES):
+                stack.enter_context(_noted(place, name))
+        yield
+
+
+class HostGenerator:
+    """The default one: has it been set since it was last looked at?"""
+
+    def __init__(self) -> None:
+        self.look()
+
+    def look(self) -> None:
+        self._state = torch.get_rng_state()
+
+    def was_set(self) -> bool:
+        return not torch.equal(self._state, torch.get_rng_state())
+
+
+@contextmanager
+def _noted(place: Any, name: str) -> Iterator[None]:
+    original: Callable[..., Any] = getattr(place, name)
+
+    @functools.wraps(original)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        recorder = open_recorder()
+        if recorder is not None:
+            recorder.generator_was_set = True
+        return original(*args, **kwargs)
+
+    setattr(place, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(place, name, original)

@@ -1,0 +1,1 @@
+"""One forward becomes a recording, and is found to be true."""

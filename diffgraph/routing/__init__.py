@@ -1,0 +1,1 @@
+"""Which route a call takes: replay, capture or eager."""

@@ -1,0 +1,86 @@
+"""A module's state as its recordings rely on it, as it was when last looked at."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from diffgraph.devices import SUPPORTED
+from diffgraph.guards import Fingerprint
+from diffgraph.options import Options
+from diffgraph.prompts.buckets import PromptBuckets
+from diffgraph.reasons import Reason
+from diffgraph.routing.refusals import refusal
+from diffgraph.values.tensors import weights_device
+
+#: After so many changes of state without a replay between them, the runner looks again only after so many calls.
+MAX_CHANGES = 8
+MAX_REST = 16
+
+
+class Conditions(NamedTuple):
+    """What a module's present state means for recording it: why nothing can be (`refusal`), how prompts are padded, and where its
+    weights lie."""
+
+    refusal: Reason | None
+    prompts: PromptBuckets | None
+    device: torch.device
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, options: Options, positional: tuple[str, ...]) -> Conditions:
+        device = weights_device(module)
+        unsupported = None if device.type in SUPPORTED else Reason.UNSUPPORTED_INPUT
+        return cls(refusal(module) or unsupported, PromptBuckets.of(module, options, positional), device)
+
+
+class State:
+    def __init__(self, options: Options, positional: tuple[str, ...]) -> None:
+        self.fingerprint: Fingerprint | None = None  # `None`: not looked at yet
+        self.conditions = Conditions(None, None, torch.device("cpu"))
+        self.last_change = Reason.ATTRIBUTES_CHANGED
+        self._options, self._positional = options, positional
+        self._changes = 0  # seen without a replay between them
+        self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
+
+    @property
+    def is_resting(self) -> bool:
+        return self._rest > 0
+
+    def rest(self) -> bool:
+        """Let one call pass without a look; whether that was the last. The next call then starts from the state that it finds."""
+        self._rest -= 1
+        if self._rest == 0:
+            self.fingerprint = None
+        return self._rest == 0
+
+    def change(self) -> Reason | None:
+        """What has changed since it was taken."""
+        return None if self.fingerprint is None else self.fingerprint.change()
+
+    def look(self, module: torch.nn.Module) -> Reason | None:
+        """What has changed since the last look, of which this one takes note."""
+        change = self.change()
+        if self.fingerprint is None or change is not None:
+            self.take(module)
+        if change is not None:
+            self.last_change = self.conditions.refusal or change
+            self._changes += 1
+            self._rest = MAX_REST if self._changes > MAX_CHANGES else 0
+        return change
+
+    def take(self, module: torch.nn.Module) -> None:
+        fingerprint = Fingerprint(module)
+        self.conditions = Conditions.of(module, self._options, self._positional)
+        self.fingerprint = fingerprint  # last: a thread that finds it finds what belongs to it
+
+    def versions(self) -> list[int]:
+        """How often its tensors were written."""
+        return [] if self.fingerprint is None else self.fingerprint.state_versions()
+
+    def lasts(self) -> None:
+        """A replay was made in it."""
+        self._changes = 0
+
+    def forgive(self) -> None:
+        self._changes = self._rest = 0

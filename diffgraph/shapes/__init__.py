@@ -1,0 +1,1 @@
+"""What to record before it is asked for, and what was asked for."""
