@@ -39,6 +39,7 @@ MODES = (
     "breakable+compile",
 )
 MORE_MODES = ("full+compile", "breakable+compile:static", "breakable+compile:max-autotune-no-cudagraphs")
+LATER = ("size", "prompt")
 FIRST = 5  # calls until a mode has settled: compiled, warmed up, recorded
 COLUMNS = {
     "family": "family",
@@ -101,11 +102,14 @@ class Case:
         self.call = DenoiserCall.of(pipe, family, shape)
         self.module, self.device = self.call.module, self.call.device
         self.new = [self.call.with_new_inputs(seed) for seed in (1, 2)]
-        self.later = {"size": DenoiserCall.of(pipe, family, options.second_shape or second_shape(family, shape))}
-        try:
-            self.later["prompt"] = DenoiserCall.of(pipe, family, shape, prompt_length=options.second_prompt)
-        except (ValueError, RuntimeError) as error:  # its prompts have one length
-            print(f"{family}: no second prompt length: {error}", file=sys.stderr)
+        self.later = {}
+        if "size" in options.later:
+            self.later["size"] = DenoiserCall.of(pipe, family, options.second_shape or second_shape(family, shape))
+        if "prompt" in options.later:
+            try:
+                self.later["prompt"] = DenoiserCall.of(pipe, family, shape, prompt_length=options.second_prompt)
+            except (ValueError, RuntimeError) as error:  # its prompts have one length
+                print(f"{family}: no second prompt length: {error}", file=sys.stderr)
         self.loras = [f"lora{i}" for i in range(options.loras)]
         if self.loras:
             add_lora(self.module, "other")
@@ -234,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", type=_cli.words, help="512x512,480x832x17,... (default: the family's smallest)")
     parser.add_argument("--second-shape", help="the size that comes next (default: another of the family's)")
     parser.add_argument("--second-prompt", type=int, default=128, help="rows of the prompt that comes next")
+    parser.add_argument("--later", type=_cli.some_of(LATER), default=list(LATER), help="what comes next; '': nothing")
     every_mode, more = _cli.some_of((*MODES, *MORE_MODES)), ", ".join(MORE_MODES)
     parser.add_argument("--modes", type=every_mode, default=list(MODES), help=f"those, or more: {more}")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls a mode")

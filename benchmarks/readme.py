@@ -142,8 +142,8 @@ def measured() -> str:
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {versions['torch']}, diffusers {versions['diffusers']}, bf16, "
         "published sizes with random weights; one denoiser call; a row's figures are medians of one run. What is gained depends "
-        "on how fast the host's Python is, which varied: the last column is from another, later run on a faster host, where FLUX.1 "
-        "keeps the GPU busy at 512². Every output is equal to eager's, to the bit.",
+        "on how fast the host's Python is, which varied: the last column is from another, later run on a faster host, where "
+        "FLUX.1 keeps the GPU busy at 512². Every output is equal to eager's, to the bit.",
         "",
         "| model | shape | eager ms | breakable ms | | one whole graph ms | submit ms, eager → breakable | segments | pool MiB "
         "| another run |",
@@ -208,26 +208,34 @@ def peers() -> str:
     """Each way of running a denoiser: its time, and its seconds to build; nothing where none was measured."""
     if not PEERS.exists():
         return ""
-    data, rows = read(PEERS)
-    found = [row for row in rows.values() if row["what"] == "peers"]
-    modes = list(dict.fromkeys(row["mode"] for row in found))
+    data = json.loads(PEERS.read_text(encoding="utf-8"))
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        loras, quantized = row.get("loras") or 0, row.get("quantized")
+        with_what = [f"{loras} unfused LoRA{'s' * (loras > 1)}"] * bool(loras) + [f"torchao {quantized}"] * bool(quantized)
+        tables.setdefault(" and ".join(with_what), []).append(row)
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {data['versions']['torch']}, published sizes with random weights: ms "
         "of one denoiser call, in brackets seconds to build it. Floor: FLOPs at the rate of one large matrix product, or the "
         "weights read once. `python -m benchmarks.peers` measures it.",
-        "",
-        f"| model | shape | {' | '.join(f'`{mode}`' for mode in modes)} | floor |",
-        f"|---|---|{'--:|' * len(modes)}--:|",
     ]
+    for with_what in sorted(tables):
+        lines += ["", *([f"With {with_what}:", ""] if with_what else []), *_peers(tables[with_what])]
+    if (ROOT / CHART).exists():
+        lines += ["", f"![Milliseconds a call and seconds to build of each mode]({CHART})"]
+    return "\n".join(lines)
+
+
+def _peers(found: list[dict[str, Any]]) -> list[str]:
+    modes = list(dict.fromkeys(row["mode"] for row in found))
+    lines = [f"| model | shape | {' | '.join(f'`{mode}`' for mode in modes)} | floor |", f"|---|---|{'--:|' * len(modes)}--:|"]
     for family, shape in dict.fromkeys((row["family"], row["shape"]) for row in found):
         own = {row["mode"]: row for row in found if (row["family"], row["shape"]) == (family, shape)}
         fastest = min((row["ms"] for row in own.values() if row["ms"]), default=None)
         cells = [_peer(own.get(mode), fastest) for mode in modes]
         floor_ms = next(iter(own.values()))["floor_ms"]
         lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {' | '.join(cells)} | {floor_ms:.1f} |")
-    if (ROOT / CHART).exists():
-        lines += ["", f"![Milliseconds a call and seconds to build of each mode]({CHART})"]
-    return "\n".join(lines)
+    return lines
 
 
 def _peer(row: dict[str, Any] | None, fastest: float | None) -> str:
@@ -248,7 +256,7 @@ def spent(rows: list[dict[str, Any]]) -> list[str]:
     """What breaks, memory and the runner itself cost, in sentences."""
     breakable = [r for r in rows if r["what"] == "denoiser" and r["mode"] == "breakable"]
     over = [r for r in breakable if r.get("over_full_ms") is not None]
-    runner = next(r for r in breakable if r["family"] == "qwen_image" and r["shape"] == "512x512")
+    runner, again = (read(path)[1]["denoiser", "qwen_image", "512x512", "breakable"] for path in (RESULTS, ANOTHER_RUN))
     memory = [r["pool_mib"] for r in rows if r["what"] == "memory"]
     lines = [
         f"- Breaks cost {_span(r['over_full_ms'] for r in over)} ms a call over one whole graph "
@@ -256,7 +264,7 @@ def spent(rows: list[dict[str, Any]]) -> list[str]:
         f"their boundary buffers ({_span((r['boundary_copy_ms'] for r in over), 2)} ms), and launch gaps around each break. The "
         "pool of a breakable recording is as large as that of a whole graph.",
         f"- The runner's own work (signature, guards, copies) is {runner['runner_ms']:.2f} ms of CPU a call on Qwen-Image's "
-        "1,933 parameters, while the GPU is busy with what was launched before.",
+        f"1,933 parameters ({again['runner_ms']:.2f} ms in the other run), while the GPU is busy with what was launched before.",
     ]
     if memory:
         lines.append(

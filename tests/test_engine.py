@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from diffgraph import GraphSequence, breakable_graph, eager_on_graph
 from diffgraph.devices import new_pool
-from diffgraph.engine.recorder import open_recorder, record
+from diffgraph.engine.recorder import Rules, open_recorder, record
 from diffgraph.errors import CaptureError, HostValueChanged, OptionError, OptionTypeError, ReplayError
 from diffgraph.recording.capture import capture
 from diffgraph.recording.signature import Call
@@ -916,14 +916,14 @@ def test_one_whole_graph_does_not_take_the_path_of_a_forward_that_swallows_the_r
         return x * scale
 
     seq = sequence()
-    with pytest.raises(CaptureError, match="whole graph"), record(seq, whole=True):
+    with pytest.raises(CaptureError, match="whole graph"), record(seq, rules=Rules(whole=True)):
         program(torch.ones(3))
     assert not seq.steps
 
 
 def test_one_whole_graph_records_what_has_no_break():
     seq = sequence()
-    with record(seq, whole=True):
+    with record(seq, rules=Rules(whole=True)):
         y = torch.ones(3) * 2
     seq.replay()
     assert seq.segments == 1 and y.tolist() == [2, 2, 2]

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -47,6 +47,22 @@ from diffgraph.values.tree import flatten, map_leaves, unflatten
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class Rules(NamedTuple):
+    """What may be recorded, and together with whom.
+
+    `whole`: no break at all. `break_ops` become breaks. `ranks` record the same forward at the same time; what they say to one
+    another is recorded, or a break each (`break_at_collectives`).
+    """
+
+    whole: bool = False
+    break_ops: Collection[Any] = ()
+    ranks: Ranks | None = None
+    break_at_collectives: bool = False
+
+
+_ANY = Rules()
+
+
 @contextmanager
 def breakable_graph(sequence: GraphSequence) -> Iterator[None]:
     """Record what runs inside the `with` into `sequence`, which must be empty.
@@ -67,26 +83,22 @@ def record(
     *,
     weights: Iterable[torch.Tensor] = (),
     inputs: Iterable[torch.Tensor] = (),
-    whole: bool = False,
-    break_ops: Collection[Any] = (),
+    rules: Rules = _ANY,
     log: WriteLog | None = None,
     after: Recorder | None = None,
-    ranks: Ranks | None = None,
-    break_at_collectives: bool = False,
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
-    `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; `whole` allows no break at all; `break_ops`
-    become breaks, and an op that fails to be recorded raises `OpNotRecordable`. `log`: gradients are recorded as well, what is
-    written for good is noted there, and nothing may be brought to the host, since a replay that then stops could not be undone.
-    `after`: the recording that always replays before this one, in the same pool: what it bore is borne for this one too.
-    `ranks` record the same forward at the same time.
+    `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; an op that fails to be recorded raises
+    `OpNotRecordable`. `log`: gradients are recorded as well, what is written for good is noted there, and nothing may be brought
+    to the host, since a replay that then stops could not be undone. `after`: the recording that always replays before this one,
+    in the same pool: what it bore is borne for this one too.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
-    recorder = Recorder(sequence, weights, inputs, whole, break_ops, log, ranks, break_at_collectives)
+    recorder = Recorder(sequence, weights, inputs, rules, log)
     if after is not None:
         recorder.continue_after(after)
     state = precision() if log is None else _with_gradients(sequence.pool.device)
@@ -174,23 +186,18 @@ class Recorder(TorchDispatchMode):
         sequence: GraphSequence,
         weights: Iterable[torch.Tensor],
         inputs: Iterable[torch.Tensor],
-        whole: bool,
-        break_ops: Collection[Any],
+        rules: Rules,
         log: WriteLog | None = None,
-        ranks: Ranks | None = None,
-        break_at_collectives: bool = False,
     ) -> None:
         super().__init__()
-        self._break_ops = break_ops
+        self._rules, self._ranks = rules, rules.ranks
         self._log = log
         self.generator_was_set = False  # a GPU's, by the step that is recorded
         self._generator = HostGenerator()  # as the last op that drew has left it
-        self._ranks, self._break_at_collectives = ranks, break_at_collectives
         self._collectives = 0  # since the last step was closed
         self._under_way: dict[int, torch.Tensor] = {}  # by storage: what collectives make, and nobody has waited for
         self.sequence = sequence
         self.pool = sequence.pool
-        self.whole = whole
         self.in_break = False
         self.written: list[str] = []  # ops that wrote to an input
         self.failure: BaseException | None = None
@@ -299,9 +306,9 @@ class Recorder(TorchDispatchMode):
         if on_host_alone(leaves, self.pool.device):
             return self._run_on_host(func, args, kwargs)
         why = why_not_recordable(func, args, leaves, self.pool.device)
-        if why is None and func in self._break_ops:
+        if why is None and func in self._rules.break_ops:
             why = "recording it failed"
-        if collective and self._break_at_collectives:
+        if collective and self._rules.break_at_collectives:
             self._collectives -= 1  # of the break, that is
             return self.run_break(func.name(), completed(func), args, kwargs)
         if why is not None:
@@ -320,7 +327,7 @@ class Recorder(TorchDispatchMode):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if self.pool.runs_while_recording or self.whole:  # then eager would have failed, too; or nothing can be done
+            if self.pool.runs_while_recording or self._rules.whole:  # then eager would have failed, too; or nothing can be done
                 raise
             raise OpNotRecordable(func, error) from error
 
@@ -404,7 +411,7 @@ class Recorder(TorchDispatchMode):
         given, given_spec = flatten((args, kwargs))
         self.weights_read |= self._weights & {storage_of(t) for t in tensors_in(given)}
         try:
-            if self.whole:
+            if self._rules.whole:
                 raise CaptureError(f"one whole graph was asked for, and {name} cannot be part of it")
             self._close()
             step = Break(name, fn, *map_leaves(self._break_input, (args, kwargs)))

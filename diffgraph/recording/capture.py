@@ -14,7 +14,7 @@ from diffgraph.compiling.blocks import BlockCompiler, Compilation
 from diffgraph.devices import Pool
 from diffgraph.engine import breaks as break_points
 from diffgraph.engine.ranges import opened
-from diffgraph.engine.recorder import precision, record
+from diffgraph.engine.recorder import Rules, precision, record
 from diffgraph.engine.sequence import Break, GraphSequence
 from diffgraph.errors import CaptureError, OpNotRecordable
 from diffgraph.families.base import PromptRule
@@ -203,7 +203,7 @@ def capture(
         whole = backend == "full"
         rule = None if call.prompt is None else call.prompt.rule
         around = Surroundings(rule, () if whole else breaks, () if whole else more_breaks, compiler, ranks is not None)
-        rules = {"whole": whole, "break_ops": break_ops, "ranks": ranks, "break_at_collectives": collectives == "break"}
+        rules = Rules(whole, break_ops, ranks, break_at_collectives=collectives == "break")
         if compiler is not None:
             try:
                 return _recorded(module, forward, call, inputs, GraphSequence(pool), around, rules)
@@ -247,9 +247,8 @@ def _recorded(
     inputs: StaticInputs,
     sequence: GraphSequence,
     around: Surroundings,
-    rules: dict[str, Any],
+    rules: Rules,
 ) -> tuple[Recording, Any]:
-    """`rules`: of `record`."""
     recording = Recording(inputs, sequence, around)
     recording.padding = None if call.prompt is None else call.prompt.padding()
     rng = sequence.pool.rng_state()
@@ -266,7 +265,7 @@ def _recorded(
     weights = chain(module.parameters(), module.buffers())
     with (
         around.placed(module, recording.padding),
-        record(sequence, weights=weights, inputs=inputs.tensors, **rules) as recorder,
+        record(sequence, weights=weights, inputs=inputs.tensors, rules=rules) as recorder,
     ):
         output = map_leaves(settled, forward(*args, **kwargs), objects=True)
         changed = inputs.changed(args, kwargs)
