@@ -1,11 +1,12 @@
 """Pictures over HTTP by several replicas, a pipeline and a GPU each, under Ray Serve: `python -m examples.replicas`
 
-On a laptop, with a tiny model that is embedded: `MODEL=embedded python -m examples.replicas`
+On a laptop, with the model in the box: `MODEL=embedded SHAPES=64x64 python -m examples.replicas`
 """
 
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import pipelines
 from examples import server
 from examples.server import MODEL, SHAPES, Request
 
+EMBEDDED = Path(__file__).resolve().parent.parent / "demo" / "model"
 REPLICAS = int(os.environ.get("REPLICAS", "2"))
 MAX_SHAPES = 16  # a replica is known to have
 TRIES = 5  # of a request whose replica died
@@ -28,7 +30,7 @@ app = FastAPI()
 
 
 def load() -> Any:
-    return pipelines.build("flux") if MODEL == "embedded" else server.load()
+    return pipelines.load(EMBEDDED) if MODEL == "embedded" else server.load()
 
 
 @serve.deployment(max_ongoing_requests=16, health_check_period_s=5)

@@ -19,7 +19,7 @@ def served():
     assert lacking is None, lacking  # a skip would hide that nobody looked
     rounds = pytest.MonkeyPatch()
     rounds.setattr(comparing, "ROUNDS", 1)  # nobody reads the times
-    studio = Studio(models.load("qwen_image", device="cpu"))
+    studio = Studio(models.load(device="cpu"))
     page = build(studio)
     _, url, _ = page.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, **LAUNCH)
     yield url, studio
@@ -85,7 +85,7 @@ def test_a_paused_call_is_eager_and_a_random_seed_is_shown(visitor):
 BAD = {
     "an empty prompt": ("prompt", "", "draw", "verdict", "The prompt is empty"),
     "a size of 7": ("own-size", "7", "draw", "verdict", "“7” is not a size"),
-    "a size of 7x7": ("own-size", "7x7", "draw", "verdict", "The nearest is 32x32"),
+    "a size of 7x7": ("own-size", "7x7", "draw", "verdict", "The nearest is 16x16"),
     "text where a size is recorded": ("shapes", "<b>hello", "record", "told", "“<b>hello” does not name a size to record"),
     "no seed": ("seed", "", "draw", "verdict", "The seed is a whole number"),
 }

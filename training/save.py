@@ -18,6 +18,8 @@ def save(pipe: QwenImagePipeline, folder: Path, archive: Path | None = None) -> 
     # diffusers loads in float32 unless told otherwise; transformers in what its config says
     config = folder / "text_encoder" / "config.json"
     config.write_text(json.dumps(single(json.loads(config.read_text())), indent=2) + "\n")
+    tokens = folder / "tokenizer" / "tokenizer.json"
+    tokens.write_text(json.dumps(json.loads(tokens.read_text("utf-8")), ensure_ascii=False, separators=(",", ":")), "utf-8")
     for file in folder.rglob("*"):
         file.chmod(0o755 if file.is_dir() else 0o644)
     if archive:

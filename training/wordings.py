@@ -52,7 +52,7 @@ def trained(name: str, rng: random.Random) -> str:
     if len(words) > 1 and rng.random() < 0.1:
         kept = sorted(rng.sample(range(len(words)), rng.randint(1, len(words) - 1)))
         name = " ".join(words[i] for i in kept)
-    said = name if rng.random() < 0.3 else _before(rng) + name + _after(rng)
+    said = name if rng.random() < 0.4 else _before(rng) + name + _after(rng)
     return said[0].upper() + said[1:] if rng.random() < 0.15 else said
 
 
