@@ -20,7 +20,7 @@ from training import wordings
 PIXELS = 8  # per image row, each way: the VAE makes pictures 4x smaller, and the denoiser takes latents 2x2
 LATENTS = 16
 WIDTH = 128
-VOCABULARY = 2900
+VOCABULARY = 3000
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 DENOISER = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -69,9 +69,9 @@ def attention_order(device: torch.device) -> tuple[int, ...]:
 def _first_attention(device: torch.device) -> None:
     """PyTorch sets the order at a process' first attention on a GPU (`priority_order` in ATen's cuda/sdp_utils.cpp): without this
     a first call would have another signature than all others."""
-    with torch.no_grad():
-        row = torch.zeros(1, 1, 1, 8, device=device, dtype=torch.float16)
-        torch.nn.functional.scaled_dot_product_attention(row, row, row)
+    rows = torch.zeros(1, 1, 8, 64, device=device, dtype=torch.float16)
+    with torch.no_grad(), suppress(RuntimeError):  # of the kernels that are switched on, none may take these rows
+        torch.nn.functional.scaled_dot_product_attention(rows, rows, rows)
 
 
 def _set_attention_kernels(enabled: tuple[bool, ...]) -> None:
