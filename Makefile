@@ -13,7 +13,7 @@ MAKEFLAGS += --no-print-directory
 .PHONY: help setup run demo bench docs test browser screenshots test-slow test-gpu support lint types format clean
 
 help:
-	@echo "make run       an embedded tiny pipeline, eager and accelerated, side by side"
+	@echo "make run       a small trained pipeline, eager and accelerated, side by side"
 	@echo "make demo      the same in a browser: your prompt, your model (ARGS='--model ID --capture-shapes 512x512')"
 	@echo "make docs      the documentation, into out/docs; a warning is an error"
 	@echo "make test      lint, types and tests, as CI does"

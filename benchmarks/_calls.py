@@ -10,7 +10,7 @@ import torch
 
 import pipelines
 from diffgraph import CaptureShape
-from diffgraph.components import denoisers
+from diffgraph.routing.components import denoisers
 from diffgraph.values.compare import same_bits
 from diffgraph.values.tensors import map_tensors, tensors_in
 

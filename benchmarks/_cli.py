@@ -15,7 +15,7 @@ import pipelines
 from benchmarks._measure import release
 from benchmarks._results import Results, Row
 from benchmarks._weights import QUANTIZED, add_lora, quantize
-from diffgraph.components import denoisers
+from diffgraph.routing.components import denoisers
 
 FamilyRows = Callable[[str, argparse.Namespace], Iterator[list[Row]]]
 DTYPES = ("bfloat16", "float16", "float32")

@@ -22,7 +22,7 @@ from benchmarks._measure import MIB, call_ms, release, seconds, submit_ms
 from benchmarks._results import Results, Row
 from benchmarks._weights import add_lora
 from benchmarks.denoiser import WARM_UP, capture_seconds, replays
-from diffgraph.parallel.collectives import arrived
+from diffgraph.devices.collectives import arrived
 from diffgraph.values.tree import map_leaves
 
 #: Options of each mode; `None`: not accelerated.

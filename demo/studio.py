@@ -15,8 +15,8 @@ from demo.asking import Ask
 from demo.comparing import Comparison, Tell, compare
 from demo.models import Model
 from diffgraph import CaptureShape
-from diffgraph.pipeline import accelerated
 from diffgraph.reports.report import SignatureReport
+from diffgraph.routing.installed import accelerated
 from diffgraph.routing.memory import free_memory, total_memory
 
 _LOOK_EVERY = 0.2  # seconds between two looks at how far a capture is

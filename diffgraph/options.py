@@ -65,7 +65,7 @@ def checked(
     _true_or_false("verify", verify)
     _true_or_false("poison", poison)
     _true_or_false("training", training)
-    if backend == "full" and not isinstance(breaks, str):
+    if backend == "full" and breaks != "auto":
         raise OptionError("backend='full' records one graph without breaks; accepted with it: breaks='auto'")
     if backend == "full" and collectives == "break":
         raise OptionError("backend='full' records one graph without breaks; accepted with it: collectives='record'")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 
-from diffgraph import components as components_of
 from diffgraph.engine import breaks as break_points
 from diffgraph.errors import (
     AlreadyAcceleratedError,
@@ -17,22 +15,18 @@ from diffgraph.errors import (
     OptionError,
     OptionTypeError,
 )
+from diffgraph.finetuning.module import GradientRunner
 from diffgraph.finetuning.step import TrainingStep
 from diffgraph.options import Options, checked
 from diffgraph.reports.report import Report
-from diffgraph.routing.memory import Memory
+from diffgraph.routing import components as components_of
+from diffgraph.routing import installed
 from diffgraph.routing.runner import Runner
 from diffgraph.routing.startup import capture_shapes as capture_at_startup
 from diffgraph.shapes.capture_shape import load_shapes
 
 P = TypeVar("P")
 M = TypeVar("M", bound=torch.nn.Module)
-
-#: Which objects (pipelines, or modules accelerated on their own) each runner serves.
-_owners: weakref.WeakKeyDictionary[Runner, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-#: The same by module: `module.compile()` pushes a runner out, and what it served is to be known still.
-_served: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-
 
 def accelerate_pipeline(
     pipe: P,
@@ -113,16 +107,18 @@ def accelerate_pipeline(
         training=training,
         unknown=unknown,
     )
-    if any(_serves(module, pipe) for module in modules.values()):
+    if any(installed.serves(module, pipe) for module in modules.values()):
         raise AlreadyAcceleratedError(f"this {type(pipe).__name__} is accelerated already; call restore_pipeline first")
     _check_shared(modules, options)
     try:
-        runners = _install(pipe, modules, options)
+        runners = installed.install(pipe, modules, options)
+        for runner in runners if options.training else ():
+            runner.training = runner.training or GradientRunner(runner.name, runner.positional, options, runner.memory)
         if shapes:
             capture_at_startup(pipe, runners, shapes)
     except BaseException:
-        for module, runner in _found(pipe):
-            _disown(pipe, module, runner)
+        for module, runner in installed.found(pipe):
+            installed.disown(pipe, module, runner)
         raise
     return pipe
 
@@ -152,11 +148,11 @@ def restore_pipeline(pipe: P) -> P:
 
     A denoiser that several accelerated pipelines share is restored with the last of them. Raises `NotAcceleratedError`.
     """
-    pushed_out = _pushed_out(pipe)
-    for module, runner in _found(pipe) if pushed_out else _runners(pipe):
-        _disown(pipe, module, runner)
+    pushed_out = installed.pushed_out(pipe)
+    for module, runner in installed.found(pipe) if pushed_out else _runners(pipe):
+        installed.disown(pipe, module, runner)
     for module in pushed_out:
-        _served[module].discard(pipe)
+        installed.forget(pipe, module)
     return pipe
 
 
@@ -188,7 +184,7 @@ def paused(pipe: Any) -> Iterator[None]:
     Raises `NotAcceleratedError`.
     """
     with ExitStack() as stack:
-        for recorded in [pipe] if isinstance(pipe, TrainingStep) else [runner for _, runner in _looked_at(pipe)]:
+        for recorded in [pipe] if isinstance(pipe, TrainingStep) else [runner for _, runner in installed.looked_at(pipe)]:
             stack.enter_context(recorded.paused())
         yield
 
@@ -199,10 +195,10 @@ def report(pipe: Any) -> Report:
     Raises `NotAcceleratedError`.
     """
     if isinstance(pipe, TrainingStep):
-        return pipe.report()
-    found, pushed_out = _found(pipe), _pushed_out(pipe)
+        return Report.of([pipe])
+    found, pushed_out = installed.found(pipe), installed.pushed_out(pipe)
     if not pushed_out:
-        found = _looked_at(pipe)  # or say that there are none
+        found = installed.looked_at(pipe)  # or say that there are none
     called = components_of.candidates(pipe)
     around = [m for m, _ in found if not any(m is candidate for candidate in called.values())]  # by `torch.compile(module)`
     names = {id(module): name for name, module in components_of.with_compiled(called)}
@@ -211,59 +207,10 @@ def report(pipe: Any) -> Report:
     return Report.of([*runners, *training], [names[id(module)] for module in (*around, *pushed_out)])
 
 
-def accelerated(pipe: Any) -> list[Runner]:
-    """The runners of this pipeline, this module, or this module of a pipeline. Raises `NotAcceleratedError`."""
-    return [runner for _, runner in _looked_at(pipe)]
-
-
-def _serves(module: torch.nn.Module, pipe: Any) -> bool:
-    runner = _runner(module)
-    return runner is not None and pipe in _owners[runner]
-
-
-def _runner(module: torch.nn.Module) -> Runner | None:
-    found = module.__dict__.get("_compiled_call_impl")
-    return found if isinstance(found, Runner) else None
-
-
-def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
-    if isinstance(pipe, TrainingStep):
-        raise NotAcceleratedError(
-            "a TrainingStep records at its own calls; accepted: `step.close()` gives back what it holds, after which it records "
-            "anew, `diffgraph.report(step)` and `diffgraph.paused(step)`"
-        )
-    found = _found(pipe)
-    if not found:
-        kind = type(pipe).__name__
-        if isinstance(pipe, torch.nn.Module) and _runner(pipe) is not None:
-            raise NotAcceleratedError(f"this {kind} was accelerated with its pipeline; pass the pipeline")
-        raise NotAcceleratedError(f"this {kind} is not accelerated; call accelerate_pipeline first")
-    return found
-
-
-def _looked_at(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
-    """The same; also of a module that was accelerated with its pipeline."""
-    runner = _runner(pipe) if isinstance(pipe, torch.nn.Module) else None
-    return _runners(pipe) if runner is None else [(pipe, runner)]
-
-
-def _found(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
-    return [(m, runner) for m in _modules(pipe) if (runner := _runner(m)) is not None and pipe in _owners[runner]]
-
-
-def _pushed_out(pipe: Any) -> list[torch.nn.Module]:
-    """The denoisers that were accelerated, and then compiled by `module.compile()`, which took our place."""
-    return [m for m in _modules(pipe) if _runner(m) is None and pipe in _served.get(m, ())]
-
-
-def _modules(pipe: Any) -> list[torch.nn.Module]:
-    return [module for _, module in components_of.with_compiled(components_of.candidates(pipe))]
-
-
 def _check_shared(modules: dict[str, torch.nn.Module], options: Options) -> None:
     for name, module in modules.items():
         break_points.check(module, options.breaks)
-        runner = _runner(module)
+        runner = installed.runner_of(module)
         if options.compile_blocks is not None and runner is None and module.__dict__.get("_compiled_call_impl") is not None:
             raise OptionError(f"the {name} is compiled already; accepted with it: compile_blocks=False")
         if runner is not None and runner.options != options:
@@ -273,32 +220,10 @@ def _check_shared(modules: dict[str, torch.nn.Module], options: Options) -> None
             )
 
 
-def _install(pipe: Any, modules: dict[str, torch.nn.Module], options: Options) -> list[Runner]:
-    """`torch.nn.Module` asks `_compiled_call_impl` before its own call: there a runner outlives whatever offloading, hooks and
-    adapters do to `forward`, leaves signature and types alone, and is dropped by `deepcopy` and pickle."""
-    memory = Memory(options)
-    runners = []
-    for name, module in modules.items():
-        runner = _runner(module)  # another pipeline's, with which this one shares the module
-        if runner is None:
-            runner = Runner(name, module, options, memory)
-            _owners[runner] = _served[module] = weakref.WeakSet()
-            module.__dict__["_compiled_call_impl"] = runner
-        _owners[runner].add(pipe)
-        runners.append(runner)
-    return runners
-
-
-def _disown(pipe: Any, module: torch.nn.Module, runner: Runner) -> None:
-    _owners[runner].discard(pipe)
-    if not _owners[runner]:
-        _uninstall(module, runner)
-
-
-def _uninstall(module: torch.nn.Module, runner: Runner) -> None:
-    runner.release()
-    del _owners[runner]
-    if runner.wrapped is None:
-        del module.__dict__["_compiled_call_impl"]
-    else:
-        module.__dict__["_compiled_call_impl"] = runner.wrapped
+def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
+    if isinstance(pipe, TrainingStep):
+        raise NotAcceleratedError(
+            "a TrainingStep records at its own calls; accepted: `step.close()` gives back what it holds, after which it records "
+            "anew, `diffgraph.report(step)` and `diffgraph.paused(step)`"
+        )
+    return installed.runners(pipe)

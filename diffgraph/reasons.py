@@ -57,3 +57,12 @@ class Reason(str, Enum):
     OTHER_RANK = "other_rank", "another rank could not take this route, and all take one"
     ALLOCATOR = "allocator", "CUDA memory comes from another allocator than PyTorch's own, whose graphs can have a pool"
     PAUSED = "paused", "the call was made under `diffgraph.paused`"
+
+
+class Refused(Exception):
+    """This call cannot take the recorded route; `reason` says why."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+        self.detail = detail

@@ -12,7 +12,7 @@ import torch
 import diffgraph
 from diffgraph.engine.recordable import size_depends_on_data
 from diffgraph.engine.sequence import Break, HostTensor, HostValue
-from diffgraph.pipeline import _runners
+from diffgraph.routing.installed import runners
 from diffgraph.values.compare import close, same_bits
 from support.cases import Case, Draw
 
@@ -103,13 +103,13 @@ def _seeded(module: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
 
 
 def _padded(module: torch.nn.Module) -> bool:
-    recordings = [entry.recording for _, runner in _runners(module) for entry in runner.table.all_entries()]
+    recordings = [entry.recording for _, runner in runners(module) for entry in runner.table.all_entries()]
     return any(recording is not None and recording.padding is not None for recording in recordings)
 
 
 def _describe(module: torch.nn.Module, found: Found) -> None:
     """What the recording is made of."""
-    for _, runner in _runners(module):
+    for _, runner in runners(module):
         for recording in filter(None, (entry.recording for entry in runner.table.all_entries())):
             found.segments, found.buckets = recording.segments, recording.padding is not None
             for step in recording.sequence.steps:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import diffgraph
+from diffgraph.devices.collectives import arrived
 from diffgraph.engine.current import open_recorder
 from diffgraph.parallel import ranks as ranks_module
-from diffgraph.parallel.collectives import arrived
 from diffgraph.parallel.ranks import ranks_of
 from diffgraph.recording import verification
 from diffgraph.values.compare import same_bits
@@ -403,6 +403,6 @@ def a_hang_while_recording(rank):
 
 
 def _runner(module):
-    from diffgraph.pipeline import accelerated
+    from diffgraph.routing.installed import accelerated
 
     return accelerated(module)[0]

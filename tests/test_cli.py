@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -13,10 +14,10 @@ import torch
 import pipelines
 from diffgraph.cli.advice import recommended, verdict
 from diffgraph.cli.calls import denoiser_calls
-from diffgraph.cli.diagnosis import Diagnosis, diagnose
+from diffgraph.cli.diagnosis import DIFFERENT, Diagnosis, diagnose
 from diffgraph.cli.forecast import forecast
 from diffgraph.cli.main import main
-from diffgraph.cli.models import Model
+from diffgraph.cli.models import Model, load
 from diffgraph.cli.profile import busy_us
 from diffgraph.cli.shape_options import shapes_of
 from diffgraph.prompts.buckets import AUTO
@@ -108,7 +109,7 @@ def test_doctors_json_holds_everything(capsys):
     assert call["same"] in ("to the bit", "but for rounding (a padded prompt)")
     assert call["recordings"] == len(AUTO)  # what `capture_shapes` would record: tests/test_prompts.py
     assert call["ops"] > 100 and call["memory_bytes"] > 0 and call["measured_ms"] is None
-    assert all("transformers/" in b["where"] or "attention" in b["where"] for b in call["breaks"])
+    assert call["breaks"] and all("transformers/" in b["where"] or "attention" in b["where"] for b in call["breaks"])
 
 
 class Reader(torch.nn.Module):
@@ -142,6 +143,24 @@ def test_doctor_says_what_is_refused(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "transformer is refused in its present state: hooks_changed" in out
     assert "nothing could be recorded (hooks_changed)" in out
+
+
+@pytest.mark.parametrize("same, code", [(["to the bit", "different"], 1), (["to the bit"], 0), (["different"], 1)])
+def test_doctors_exit_code_tells_of_a_replay_that_differs(same, code, monkeypatch, capsys):
+    monkeypatch.setattr("diffgraph.cli.models.load", lambda _: None)
+    calls = [{"recorded": True, "same": DIFFERENT if text == "different" else text} for text in same]
+    monkeypatch.setattr("diffgraph.cli.doctor.examine", lambda *_: {"calls": calls})
+    assert main(["doctor", "flux", "--tiny", "--shapes", "64x64", "--json"]) == code
+
+
+def test_a_command_leaves_the_libraries_as_talkative_as_they_were():
+    import diffusers
+    import transformers
+
+    libraries = diffusers.utils.logging, transformers.logging
+    before = [library.get_verbosity() for library in libraries]
+    load(argparse.Namespace(model="flux", tiny=True, device="cpu", dtype=None))
+    assert [library.get_verbosity() for library in libraries] == before
 
 
 def test_a_step_with_guidance_is_told_call_by_call():

@@ -50,6 +50,7 @@ def untouched(pipe):
         (dict(components=()), TypeError, "transformer"),
         (dict(components="unet"), ValueError, "no denoiser"),
         (dict(backend="full", breaks=["transformer_blocks.0.attn"]), ValueError, "without breaks"),
+        (dict(backend="full", breaks="attention"), ValueError, "without breaks"),
         (dict(breaks=["transformer_blocks"]), ValueError, "never called"),
         (dict(compile_blocks=1), TypeError, "compile_blocks is 1"),
         (dict(compile_blocks={"fullgraph": True}), ValueError, "backend, mode, options, dynamic"),

@@ -30,7 +30,7 @@ from diffgraph.engine.recorder import record
 from diffgraph.engine.sequence import GraphSequence
 from diffgraph.engine.write_log import WriteLog
 from diffgraph.finetuning.bytecode import paths_of
-from diffgraph.finetuning.recording import StepRecording
+from diffgraph.finetuning.step_recording import StepRecording
 from diffgraph.values.compare import close, same_bits
 from pipelines import finetune
 

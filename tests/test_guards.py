@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffgraph
 from diffgraph.guards import Fingerprint
-from diffgraph.pipeline import _runners
+from diffgraph.routing.installed import runners
 from diffgraph.values.compare import same_bits
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -513,7 +513,7 @@ def test_at_start_up_a_list_that_the_forward_empties_is_recorded_full():
         return self.linear(x)
 
     m = accelerated(module_of(forward), capture="startup")
-    ((_, runner),) = _runners(m)
+    ((_, runner),) = runners(m)
     with runner.insistence.begun(), torch.no_grad():  # as `diffgraph.capture` does with a pipeline
         m(X, [X + 1, X + 2])
     assert diffgraph.report(m).captures == 1

@@ -8,8 +8,8 @@ import torch
 from _toys import accelerated, call, calls, route_of
 
 import diffgraph
-from diffgraph.pipeline import _runners
 from diffgraph.routing.entry import MAX_VALUES
+from diffgraph.routing.installed import runners
 
 
 class Trimmed(torch.nn.Module):
@@ -99,7 +99,7 @@ def test_recordings_that_never_replayed_give_their_memory_back_when_the_signatur
 def test_start_up_capture_keeps_its_recordings_whatever_the_host_reads(module):
     diffgraph.restore_pipeline(module)
     accelerated(module, capture="startup")
-    ((_, runner),) = _runners(module)
+    ((_, runner),) = runners(module)
     with runner.insistence.begun(), torch.no_grad():  # as `diffgraph.capture` does with a pipeline
         for length in (5, 9):
             module(*inputs(length))

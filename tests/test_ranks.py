@@ -16,8 +16,8 @@ import diffgraph
 from diffgraph.engine.sequence import Break
 from diffgraph.parallel import ranks
 from diffgraph.parallel.ranks import Intent, Ranks
-from diffgraph.pipeline import accelerated
 from diffgraph.routing import runner
+from diffgraph.routing.installed import accelerated
 
 pytestmark = pytest.mark.timeout(400)  # the first one waits for all acts
 

@@ -1,5 +1,6 @@
 """The README says what is so."""
 
+import ast
 import json
 import re
 
@@ -18,15 +19,55 @@ def test_its_tables_are_those_of_the_measured_results_and_of_the_reason_codes():
     assert readme.filled(TEXT) == TEXT
 
 
+PACKAGE = readme.ROOT / "diffgraph"
+PLAN = TEXT.partition("## How it is built")[2]
+
+
 def test_every_room_of_the_library_is_in_its_plan():
-    """All folders, and of those that a call passes through all files."""
-    plan = TEXT.partition("## How it is built")[2]
-    named = set(re.findall(r"`(\w+/?)`", plan))
-    package = readme.ROOT / "diffgraph"
-    folders = {path.parent for path in package.glob("*/__init__.py")}
-    told = [package, *(folder for folder in folders if folder.name not in {"cli", "devices", "families", "finetuning"})]
+    """All folders, and all files but those that are alike: commands, devices, families."""
+    named = set(re.findall(r"`(\w+/?)`", PLAN))
+    folders = {path.parent for path in PACKAGE.glob("*/__init__.py")}
+    told = [PACKAGE, *(folder for folder in folders if folder.name not in {"cli", "devices", "families"})]
     files = {path.stem for folder in told for path in folder.glob("*.py")} - {"__init__", "__main__"}
     assert {f"{folder.name}/" for folder in folders} | files <= named
+
+
+def test_no_room_uses_one_above_it():
+    rows = [line.split("|")[1:3] for line in PLAN.splitlines() if line.startswith("| ")]
+    floor = {}
+    for i, cells in enumerate(rows):
+        rooms = re.findall(r"`(\w+)/`", "".join(cells)) + [
+            f for f in re.findall(r"`(\w+)`", cells[1]) if (PACKAGE / f"{f}.py").exists()
+        ]
+        floor.update(dict.fromkeys(rooms, i))
+    used = [(path, module) for path in PACKAGE.rglob("*.py") for module in imported(ast.parse(path.read_text(encoding="utf-8")))]
+    rooms = [(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), module.split(".")[1]) for path, module in used]
+    upward = {pair for pair in rooms if pair[0] in floor and pair[1] in floor and floor[pair[1]] < floor[pair[0]]}
+    assert {room for pair in rooms for room in pair} - {"__init__", "__main__"} == set(floor)
+    assert not upward
+
+
+def imported(tree):
+    """Modules of ours that are imported to run, not only to tell types."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("diffgraph."):
+            yield node.module
+        elif isinstance(node, ast.ImportFrom) and node.module == "diffgraph":
+            yield from (f"diffgraph.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.startswith("diffgraph."))
+        yield from imported(node)
+
+
+def test_every_public_name_is_in_the_changelog():
+    log = (readme.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [name for name in diffgraph.__all__ if not re.search(rf"\b{name}\b", log)] == []
+
+
+def test_what_the_readme_links_to_is_there():
+    assert [to for to in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", TEXT) if not (readme.ROOT / to).exists()] == []
 
 
 KEYS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from diffgraph.recording.signature import MAX_LEAVES, Call, Refused
+from diffgraph.reasons import Refused
+from diffgraph.recording.signature import MAX_LEAVES, Call
 from diffgraph.recording.static_inputs import StaticInputs
 
 CPU = torch.device("cpu")

@@ -392,7 +392,7 @@ def fault(world: World, s: Subject, rng: random.Random, kinds: type[BaseExceptio
     error = rng.choice([e for e in faults.errors(place) if isinstance(e, kinds)])
     made = faults.Fault(error, nth=rng.choice((1, 1, 2, 3, 6)), ours=places[place][2])
     before, calls = rng.randrange(4), s.calls(rng, 7)
-    pool = diffgraph.pipeline._runners(s.pipe)[0][1].memory.pool(torch.ones(0, device=s.device).device)
+    pool = diffgraph.routing.installed.runners(s.pipe)[0][1].memory.pool(torch.ones(0, device=s.device).device)
     mode = torch.no_grad if rng.random() < 0.8 else torch.inference_mode
     with mode():
         found = [Outcome.of(call) for call in calls[:before]]
@@ -592,4 +592,4 @@ def _capture_shapes(s: Subject, rng: random.Random) -> list[diffgraph.CaptureSha
 
 def _full_options(s: Subject) -> dict[str, Any]:
     """The same options again; what start-up has added is in the runner's own."""
-    return {**s.options, "capture": diffgraph.pipeline._runners(s.pipe)[0][1].options.capture}
+    return {**s.options, "capture": diffgraph.routing.installed.runners(s.pipe)[0][1].options.capture}

@@ -15,7 +15,7 @@ import diffgraph
 import pipelines
 from benchmarks._calls import DenoiserCall, inputs
 from benchmarks._soak.tally import Outcome, Tally
-from diffgraph.components import denoisers
+from diffgraph.routing.components import denoisers
 from diffgraph.values.tensors import map_tensors
 
 FAMILIES = ("qwen_image", "flux", "sdxl", "pixart", "wan")

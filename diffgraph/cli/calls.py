@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from diffgraph.cli.models import Model
-from diffgraph.components import DENOISERS, denoisers
 from diffgraph.errors import ShapeError
 from diffgraph.pipeline import report
-from diffgraph.recording.signature import Call, Refused
+from diffgraph.reasons import Refused
+from diffgraph.recording.signature import Call
 from diffgraph.reports.report import Report
+from diffgraph.routing.components import DENOISERS, denoisers
 from diffgraph.routing.startup import STEPS
 from diffgraph.shapes.capture_shape import CaptureShape
 from diffgraph.values.tensors import map_tensors, weights_device

@@ -15,9 +15,9 @@ from diffgraph.cli.clock import call_ms, submit_ms
 from diffgraph.cli.forecast import Forecast, forecast
 from diffgraph.cli.profile import gap_us, profiled
 from diffgraph.engine.sequence import Break
-from diffgraph.pipeline import accelerated
 from diffgraph.prompts.buckets import PromptBuckets
 from diffgraph.reasons import Reason
+from diffgraph.routing.installed import accelerated
 from diffgraph.values.compare import close, same_bits
 
 SAME, CLOSE, DIFFERENT = "to the bit", "but for rounding (a padded prompt)", "NOT AS EAGER"

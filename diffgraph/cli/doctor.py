@@ -1,7 +1,7 @@
 """Will it help my model, and what will it cost? Runs a few denoiser calls, eager and recorded, and says.
 
 Idle share: time of an eager denoiser call in which the GPU waits for the host, which is what recording takes away. Expected: from
-the profile of the eager call alone; measured: by recording it. Exit code 1: nothing could be recorded.
+the profile of the eager call alone; measured: by recording it. Exit code 1: nothing could be recorded, or a replay differed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
         print_json(found)
     else:
         _show(found, screen)
-    return 0 if any(d["recorded"] and d["same"] != DIFFERENT for d in found["calls"]) else 1
+    is_right = all(d["same"] != DIFFERENT for d in found["calls"])
+    return 0 if is_right and any(d["recorded"] for d in found["calls"]) else 1
 
 
 def examine(model: models.Model, shapes: Any, prompt: str | None, repeats: int) -> dict[str, Any]:
@@ -48,9 +49,9 @@ def examine(model: models.Model, shapes: Any, prompt: str | None, repeats: int) 
     from diffgraph.cli.advice import verdict
     from diffgraph.cli.calls import denoiser_calls
     from diffgraph.cli.diagnosis import diagnose
-    from diffgraph.components import denoisers
+    from diffgraph.guards.refusals import refusal
+    from diffgraph.routing.components import denoisers
     from diffgraph.routing.memory import total_memory
-    from diffgraph.routing.refusals import refusal
     from diffgraph.routing.startup import one_length
     from diffgraph.values.tensors import weights_device
 

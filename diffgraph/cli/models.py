@@ -58,7 +58,7 @@ class Model:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="hub id (owner/name), folder, or a family of pipelines/ (qwen_image)")
+    parser.add_argument("model", metavar="MODEL", help="hub id (owner/name), folder, or a family of pipelines/")
     parser.add_argument("--tiny", action="store_true", help="the family's tiny pipeline: random weights, no download")
     parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -101,11 +101,16 @@ def _quiet() -> Iterator[None]:
         import diffusers
         import transformers
 
-        diffusers.utils.logging.set_verbosity_error()
-        transformers.logging.set_verbosity_error()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `torch_dtype` is `dtype` since diffusers 0.42, for one
-            yield
+        told = [(library, library.get_verbosity()) for library in (diffusers.utils.logging, transformers.logging)]
+        try:
+            for library, _ in told:
+                library.set_verbosity_error()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # `torch_dtype` is `dtype` since diffusers 0.42, for one
+                yield
+        finally:
+            for library, verbosity in told:
+                library.set_verbosity(verbosity)
     finally:
         logging.disable(before)
 

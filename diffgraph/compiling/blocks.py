@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._device import DeviceContext
@@ -15,8 +15,10 @@ from torch.utils._device import DeviceContext
 from diffgraph.compiling.pieces import Backend, Tally
 from diffgraph.engine.current import open_recorder
 from diffgraph.errors import CaptureError
-from diffgraph.recording.signature import Signature
 from diffgraph.values.tensors import has_plain_memory, storage_of
+
+if TYPE_CHECKING:
+    from diffgraph.recording.signature import Signature
 
 logger = logging.getLogger("diffgraph")
 

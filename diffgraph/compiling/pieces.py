@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from diffgraph.engine.current import open_recorder
+from diffgraph.engine.layout import LAYOUT, Layout
 from diffgraph.errors import CaptureError, OptionError
 from diffgraph.values.ambient import Ambient
 from diffgraph.values.tensors import tensors_in
@@ -22,8 +23,6 @@ from diffgraph.values.tree import flatten, map_leaves
 
 _LONGEST = 240  # of the compiler's own words, in characters
 COMPILER = "inductor"  # unless another is asked for
-#: Of a function that is a break: the name of an attribute, a `Layout`.
-LAYOUT = "_diffgraph_layout"
 
 
 class Tally:
@@ -31,25 +30,6 @@ class Tally:
 
     compiles = 0  # graphs that were compiled
     entered = 0  # calls of compiled graphs
-
-
-class Layout:
-    """How the results of a break lie in memory: pieces are compiled for what Dynamo, without data, was told of them.
-
-    `heads_first`: [..., heads, rows, channels] with all heads of a row side by side, as fast kernels return it; else contiguous.
-    """
-
-    def __init__(self, heads_first: bool) -> None:
-        self._heads_first = heads_first
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return self._in_order(tensor).is_contiguous()
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.holds(tensor) else self._in_order(self._in_order(tensor).contiguous())
-
-    def _in_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.transpose(-2, -3) if self._heads_first and tensor.dim() >= 4 else tensor
 
 
 class Backend:

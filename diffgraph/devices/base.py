@@ -45,6 +45,7 @@ class Pool(ABC):
 
     #: True where an op that is recorded also runs at once (the tape); False where it is only recorded (CUDA).
     runs_while_recording: bool
+    poison = False  # whether dead intermediates are filled with NaN before a replay
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from diffgraph.devices.base import Pool, Segment
+from diffgraph.devices.collectives import completed, is_collective
 from diffgraph.errors import HostValueChanged
-from diffgraph.parallel.collectives import completed, is_collective
 from diffgraph.values.tensors import storage_of, tensors_in
 from diffgraph.values.tree import flatten, map_leaves
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from diffgraph.compiling.pieces import LAYOUT, Layout
 from diffgraph.engine.current import RECORDING, open_recorder
+from diffgraph.engine.layout import LAYOUT, Layout
+from diffgraph.engine.padding import current as padding_now
+from diffgraph.engine.padding import left_out, without_padding
 from diffgraph.engine.sequence import Break, GraphSequence
 from diffgraph.engine.untraced import untraced
 from diffgraph.errors import CaptureError, OptionError
-from diffgraph.prompts.padding import current as padding_now
-from diffgraph.prompts.padding import left_out, without_padding
 from diffgraph.values.tensors import map_tensors, tensors_in
 
 #: diffusers' names of the attention that is PyTorch's own.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diffgraph.parallel.collectives import is_awaited_in_python
+from diffgraph.devices.collectives import is_awaited_in_python
 from diffgraph.values.tensors import tensors_in
 
 _aten = torch.ops.aten

@@ -1,6 +1,6 @@
 """The open capture: what runs inside a `with` becomes the segments and breaks of a sequence.
 
-Rules that are kept here (DESIGN of capture):
+Rules that are kept here:
 - a break ends the segment, which is replayed at once, so the break sees real data and a capture is a true forward;
 - a break's result is copied to a buffer that is allocated while the *next* segment records, so the pool reuses it;
 - of what segments and breaks read, only what this sequence's segments produced may be held without owning it.
@@ -15,13 +15,14 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diffgraph.devices.collectives import completed, is_collective, is_waiting, is_wrapping, waited
 from diffgraph.engine.current import RECORDING, foreign_capture, open_recorder, opened
 from diffgraph.engine.generators import HostGenerator, settings_seen
 from diffgraph.engine.host_reads import host_reads_seen
@@ -38,11 +39,12 @@ from diffgraph.engine.sequence import Binding, Break, Buffer, GraphSequence, Hos
 from diffgraph.engine.untraced import untraced
 from diffgraph.engine.write_log import WriteLog, WritesNoted
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
-from diffgraph.parallel.collectives import completed, is_collective, is_waiting, is_wrapping, waited
-from diffgraph.parallel.ranks import Ranks
 from diffgraph.values.ambient import Ambient
 from diffgraph.values.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
 from diffgraph.values.tree import flatten, map_leaves, unflatten
+
+if TYPE_CHECKING:
+    from diffgraph.parallel.ranks import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -44,7 +44,7 @@ class GraphSequence:
             pool = new_pool(device, poison=poison)
         elif device is not None and not _lies_on(known_device(device), pool.device):
             raise OptionTypeError(f"the pool is on {pool.device}, the sequence was asked for on {device}")
-        elif poison and not getattr(pool, "poison", False):
+        elif poison and not pool.poison:
             raise OptionError("poison=True, and the pool does not poison; accepted: the pool of a sequence that does")
         self.pool = pool
         self.steps: list[Segment | Break] = []
@@ -73,7 +73,7 @@ class GraphSequence:
         if not self.steps:
             raise ReplayError("nothing is recorded in this sequence: use `with breakable_graph(sequence)` first")
         with self.pool.turn(), self.ambient.precision(), torch.no_grad():
-            if getattr(self.pool, "poison", False):
+            if self.pool.poison:
                 self._poison()
             if ranges.wanted() or before is not None:
                 self._replay_named(before)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diffgraph.prompts.padding import Padding
+from diffgraph.engine.padding import Padding
 
 Lengths = tuple[int, ...]
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from diffgraph.engine.padding import Padding, left_out
 from diffgraph.engine.recorder import eager_on_graph
 from diffgraph.errors import CaptureError
 from diffgraph.families.text_first import TextFirst
-from diffgraph.prompts.padding import Padding, left_out
 
 
 class QwenImage(TextFirst):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from diffgraph.engine.padding import Padding, left_out
 from diffgraph.families.base import Lengths, PromptRule, bucket_of, rows
-from diffgraph.prompts.padding import Padding, left_out
 
 
 class TextFirst(PromptRule):

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from diffgraph.engine.padding import Padding
 from diffgraph.engine.recorder import eager_on_graph
 from diffgraph.families.base import Lengths, PromptRule, rows
-from diffgraph.prompts.padding import Padding
 
 _BLOCK = 32
 _LONGEST = 512  # captions that the pipeline makes unless told otherwise

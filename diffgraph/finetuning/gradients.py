@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from diffgraph.errors import CaptureError
-from diffgraph.reasons import Reason
-from diffgraph.recording.signature import Refused
+from diffgraph.reasons import Reason, Refused
 from diffgraph.values.tensors import has_plain_memory
 
 

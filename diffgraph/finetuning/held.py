@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
-from diffgraph.recording.signature import is_constant
+from diffgraph.values.constants import is_constant
 
 CONTAINERS = (list, tuple, set, dict, deque)
 _DEPTH = 4

@@ -18,10 +18,10 @@ from diffgraph.finetuning.pair import Pair, as_new_leaves
 from diffgraph.finetuning.state import TrainingState
 from diffgraph.finetuning.verification import is_close
 from diffgraph.options import Options
-from diffgraph.reasons import Reason
-from diffgraph.recording.signature import Call, Refused
+from diffgraph.reasons import Reason, Refused
+from diffgraph.recording.signature import Call
 from diffgraph.recording.static_inputs import StaticInputs
-from diffgraph.routing.entry import Entry
+from diffgraph.routing.entry import MAX_ESCAPES, Entry
 from diffgraph.routing.memory import Memory
 from diffgraph.routing.routes import Route, Routes
 from diffgraph.routing.table import Table
@@ -143,7 +143,7 @@ class GradientRunner:
         else:
             state.take()
             entry.escapes += 1
-            if entry.escapes > 2:
+            if entry.escapes > MAX_ESCAPES:
                 self.memory.drop(entry, refused=Reason.SIDE_EFFECTS)
         return output
 

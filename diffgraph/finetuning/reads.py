@@ -17,7 +17,7 @@ import torch
 from diffgraph.finetuning.bytecode import names_in, paths_in
 from diffgraph.finetuning.held import CONTAINERS, Held
 from diffgraph.guards.contents import copied, is_alike, is_container, items_of
-from diffgraph.recording.signature import is_constant
+from diffgraph.values.constants import is_constant
 
 _DEPTH = 4
 _ABSENT = object()

@@ -11,39 +11,35 @@ from torch.utils.hooks import RemovableHandle
 from diffgraph.finetuning.gradients import Gradients
 from diffgraph.finetuning.optimizers import OptimizerState, have_hooks
 from diffgraph.guards import Fingerprint
-from diffgraph.reasons import Reason
-from diffgraph.recording.signature import Refused
-from diffgraph.routing.refusals import refusal
-from diffgraph.routing.state import MAX_CHANGES, MAX_REST
+from diffgraph.guards.refusals import refusal
+from diffgraph.reasons import Reason, Refused
+from diffgraph.routing.state import Rest
 
 
 class TrainingState:
     def __init__(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._modules, self._optimizers = modules, optimizers
         self.gradients = Gradients([])
-        self._changes = 0  # seen without a replay between them
-        self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
+        self._rest = Rest()
         self._last_change = Reason.ATTRIBUTES_CHANGED
         self.take()
 
     def look(self) -> Reason | None:
         """What has changed since the last look, of which this one takes note. Raises `Refused` while it rests."""
-        if self._rest > 0:
-            self._rest -= 1
-            if self._rest == 0:
+        if self._rest.is_on:
+            if self._rest.passed():
                 self.take()
             raise Refused(self._last_change)
         found = self.change()
         if found is not None:
             self.take()
             self._last_change = found
-            self._changes += 1
-            self._rest = MAX_REST if self._changes > MAX_CHANGES else 0
+            self._rest.changed()
         return found
 
     def lasts(self) -> None:
         """A replay was made in it."""
-        self._changes = 0
+        self._rest.lasts()
 
     def take(self) -> None:
         """Note how everything is now."""

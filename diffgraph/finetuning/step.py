@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,15 +20,14 @@ from diffgraph.engine.ranges import named
 from diffgraph.errors import CaptureWarning, OptionError, OptionTypeError, ReplayError
 from diffgraph.finetuning import optimizers as optimizers_of
 from diffgraph.finetuning.reads import Reads, change
-from diffgraph.finetuning.recording import StepRecording, capture_step, detached, run_eagerly
 from diffgraph.finetuning.state import TrainingState
+from diffgraph.finetuning.step_recording import StepRecording, capture_step, detached, run_eagerly
 from diffgraph.finetuning.undo import undone
 from diffgraph.finetuning.verification import replay_and_compare
 from diffgraph.finetuning.watch import Watch
 from diffgraph.options import Options, checked
-from diffgraph.reasons import Reason
-from diffgraph.recording.signature import MAX_LEAVES, Call, Refused, describe_leaf
-from diffgraph.reports.report import Report
+from diffgraph.reasons import Reason, Refused
+from diffgraph.recording.signature import MAX_LEAVES, Call, describe_leaf
 from diffgraph.routing.entry import Entry
 from diffgraph.routing.memory import Memory
 from diffgraph.routing.routes import Route, Routes
@@ -135,6 +135,7 @@ class TrainingStep:
         self._step_fn, self._modules, self._optimizers = step_fn, modules, optimizers
         self._reads = Reads(step_fn)
         self._paused = 0
+        self._pause_lock = threading.Lock()
         self._unfit: str | None = None  # why the optimizers cannot be recorded any more
         self._just_changed: Reason | None = None  # since the last step
         self._moves = 0  # warm-ups in a row that changed a value which is part of the signature
@@ -152,10 +153,6 @@ class TrainingStep:
             self.routes.note(Route.EAGER, refused.reason, refused.detail)
         return detached(self._step_fn(*batch, **options))
 
-    def report(self) -> Report:
-        """What happened so far: the same as `diffgraph.report(step)`."""
-        return Report.of([self])
-
     def close(self) -> None:
         """Give back the memory of all recordings. Later calls start afresh, with an eager step."""
         for entry in self.table.clear():
@@ -163,11 +160,13 @@ class TrainingStep:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self._paused += 1
+        with self._pause_lock:
+            self._paused += 1
         try:
             yield
         finally:
-            self._paused -= 1
+            with self._pause_lock:
+                self._paused -= 1
 
     # -- deciding
 

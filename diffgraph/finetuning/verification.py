@@ -9,7 +9,7 @@ import torch
 
 from diffgraph.engine.write_log import Contents
 from diffgraph.finetuning.gradients import Gradients
-from diffgraph.finetuning.recording import StepRecording
+from diffgraph.finetuning.step_recording import StepRecording
 from diffgraph.recording.signature import Call
 from diffgraph.values.compare import close, same_bits
 

@@ -42,9 +42,9 @@ from diffgraph.guards.reach import (
     readers_in,
     readers_of,
 )
+from diffgraph.guards.refusals import global_hook_tables
 from diffgraph.guards.writes import Writes
 from diffgraph.reasons import Reason
-from diffgraph.routing.refusals import global_hook_tables
 
 _ONE_IN = 16  # weights is asked whether it wants gradients, which decides how a matrix product is computed; asking all is dear
 Table = dict[str, Any]

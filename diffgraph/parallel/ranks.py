@@ -27,8 +27,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.devices import Pool
+from diffgraph.devices.collectives import is_collective
 from diffgraph.errors import OtherRankFailed, RankError
-from diffgraph.parallel.collectives import is_collective
 from diffgraph.reasons import Reason
 
 #: Seconds that a rank waits for the others, before it raises `RankError`; and, once all have launched it, for the GPU to be

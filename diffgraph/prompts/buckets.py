@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diffgraph.engine.padding import Padding
 from diffgraph.families import rule_of
 from diffgraph.families.base import Lengths, PromptRule
 from diffgraph.options import Options
 from diffgraph.parallel.ranks import parallel_config
-from diffgraph.prompts.padding import Padding
 from diffgraph.values.tensors import tensors_in
 
 #: Rows of text, chosen by measuring Qwen-Image in bf16 at 512² on one H200. A bucket costs at most 5 % over the exact length:

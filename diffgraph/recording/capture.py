@@ -12,18 +12,19 @@ import torch
 
 from diffgraph.compiling.blocks import BlockCompiler, Compilation
 from diffgraph.devices import Pool
+from diffgraph.devices.collectives import arrived
 from diffgraph.engine import breaks as break_points
+from diffgraph.engine.padding import Padding
 from diffgraph.engine.ranges import opened
 from diffgraph.engine.recorder import Rules, precision, record
 from diffgraph.engine.sequence import Break, GraphSequence
 from diffgraph.errors import CaptureError, OpNotRecordable
 from diffgraph.families.base import PromptRule
-from diffgraph.parallel.collectives import arrived
 from diffgraph.parallel.ranks import Ranks
-from diffgraph.prompts.padding import Padding
-from diffgraph.recording.signature import Call, is_constant
+from diffgraph.recording.signature import Call
 from diffgraph.recording.static_inputs import StaticInputs
 from diffgraph.values.compare import same_bits
+from diffgraph.values.constants import is_constant
 from diffgraph.values.containers import follow
 from diffgraph.values.tensors import describe, has_plain_memory
 from diffgraph.values.tree import Spec, flatten, map_leaves, unflatten

@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
 from diffgraph.prompts.buckets import Prompt, PromptBuckets
-from diffgraph.reasons import Reason
+from diffgraph.reasons import Reason, Refused
 from diffgraph.values.ambient import attention_kernels, attention_order
+from diffgraph.values.constants import is_constant
 from diffgraph.values.tree import LEAF, Spec, TooManyLeaves, flatten
 
 #: A call with more leaves is not worth a signature: it would cost more than the graph saves.
 MAX_LEAVES = 2048
 
-_BY_VALUE = (
-    bool,
-    int,
-    str,
-    bytes,
-    type(None),
-    Enum,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
 _NUMBERS = (int, float)
-
-
-class Refused(Exception):
-    """This call cannot take the recorded route; `reason` says why."""
-
-    def __init__(self, reason: Reason, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else str(reason))
-        self.reason = reason
-        self.detail = detail
 
 
 class Signature(NamedTuple):
@@ -113,11 +92,6 @@ def describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int]
     if isinstance(leaf, complex):
         return kind, leaf.real.hex(), leaf.imag.hex()
     return kind, leaf
-
-
-def is_constant(leaf: Any) -> bool:
-    """Whether a leaf that is no tensor says by its value all that there is to it."""
-    return isinstance(leaf, (*_BY_VALUE, float, complex, torch.Size, type))
 
 
 CONTIGUOUS = "contiguous"

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from diffgraph.components import DENOISERS
 from diffgraph.errors import OptionError, OptionTypeError
-from diffgraph.pipeline import accelerated
-from diffgraph.reasons import Reason
+from diffgraph.reasons import Reason, Refused
 from diffgraph.recording.capture import Recording
-from diffgraph.recording.signature import Call, Refused
+from diffgraph.recording.signature import Call
 from diffgraph.reports.differences import Difference, nearest
+from diffgraph.routing.components import DENOISERS
+from diffgraph.routing.installed import accelerated
 from diffgraph.routing.routes import Route
 from diffgraph.routing.runner import Runner, unforeseen
 from diffgraph.routing.startup import untouched

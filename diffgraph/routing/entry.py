@@ -16,9 +16,11 @@ from diffgraph.shapes.capture_shape import CaptureShape
 #: A recording dropped before this many replays has not paid for its capture; after a few of them the next one waits longer.
 PAYS_AFTER = 8
 FREE_TRIES = 4
+#: A forward whose calls so often left something behind that a replay would not is not recorded.
+MAX_ESCAPES = 2
 #: So many recordings of one signature may differ in what the host read.
 MAX_VALUES = 4
-MAX_REST = 1024
+MAX_RESTING_CALLS = 1024
 
 
 class Entry:
@@ -139,7 +141,7 @@ class HostValues:
         if self._misses < MAX_VALUES or self._rested:
             self._rested = False
             return True
-        self._rest, self._rested = min(2 ** (self._misses - MAX_VALUES + 1), MAX_REST), True
+        self._rest, self._rested = min(2 ** (self._misses - MAX_VALUES + 1), MAX_RESTING_CALLS), True
         return False
 
     def room(self) -> Entry | None:

@@ -10,21 +10,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from diffgraph.compiling.blocks import BlockCompiler
 from diffgraph.engine.current import foreign_capture, intercepted, open_recorder
 from diffgraph.errors import HostValueChanged
-from diffgraph.finetuning.module import GradientRunner
 from diffgraph.options import Options
 from diffgraph.parallel.ranks import Intent, Ranks, parallel_config, ranks_of
 from diffgraph.prompts.buckets import PromptBuckets
-from diffgraph.reasons import Reason
+from diffgraph.reasons import Reason, Refused
 from diffgraph.recording.capture import Recording
-from diffgraph.recording.signature import Call, Refused
-from diffgraph.routing.entry import PAYS_AFTER, Entry
+from diffgraph.recording.signature import Call
+from diffgraph.routing.entry import MAX_ESCAPES, PAYS_AFTER, Entry
 from diffgraph.routing.insistence import Insistence
 from diffgraph.routing.memory import Memory
 from diffgraph.routing.routes import Route, Routes
@@ -34,6 +33,9 @@ from diffgraph.routing.visit import Visit
 from diffgraph.shapes.capture_shape import CaptureShape
 from diffgraph.shapes.traffic import asked_shape
 from diffgraph.values.tensors import weights_device
+
+if TYPE_CHECKING:
+    from diffgraph.finetuning.module import GradientRunner
 
 logger = logging.getLogger("diffgraph")
 
@@ -57,8 +59,7 @@ class Runner:
         self.table = Table(name, self.positional)
         self.state = State(options, self.positional)
         self.break_ops: set[Any] = set()  # which failed to be recorded
-        # Takes the calls under gradients.
-        self.training = GradientRunner(name, self.positional, options, memory) if options.training else None
+        self.training: GradientRunner | None = None  # takes the calls under gradients
         self._parallel_config: Any = None
         self._ranks: Ranks | None = None
         self.compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)
@@ -361,7 +362,7 @@ class Runner:
 
     def note_escape(self, entry: Entry) -> None:
         entry.escapes += 1
-        if entry.escapes > 2:
+        if entry.escapes > MAX_ESCAPES:
             self.memory.drop(entry, refused=Reason.SIDE_EFFECTS)
 
     def note_replay(self, entry: Entry, recording: Recording) -> None:

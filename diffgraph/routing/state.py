@@ -8,10 +8,10 @@ import torch
 
 from diffgraph.devices import SUPPORTED
 from diffgraph.guards import Fingerprint
+from diffgraph.guards.refusals import refusal
 from diffgraph.options import Options
 from diffgraph.prompts.buckets import PromptBuckets
 from diffgraph.reasons import Reason
-from diffgraph.routing.refusals import refusal
 from diffgraph.values.tensors import weights_device
 
 #: After so many changes of state without a replay between them, the runner looks again only after so many calls.
@@ -34,25 +34,50 @@ class Conditions(NamedTuple):
         return cls(refusal(module) or unsupported, PromptBuckets.of(module, options, positional), device)
 
 
+class Rest:
+    """Where something changes each time, looking is dear: after a few changes without a replay between them, calls run eager
+    without a look."""
+
+    def __init__(self) -> None:
+        self._changes = 0  # seen without a replay between them
+        self._calls = 0  # that yet run eager without a look
+
+    @property
+    def is_on(self) -> bool:
+        return self._calls > 0
+
+    def passed(self) -> bool:
+        """One call has; whether that was the last."""
+        self._calls -= 1
+        return self._calls == 0
+
+    def changed(self) -> None:
+        self._changes += 1
+        self._calls = MAX_REST if self._changes > MAX_CHANGES else 0
+
+    def lasts(self) -> None:
+        """A replay was made."""
+        self._changes = 0
+
+
 class State:
     def __init__(self, options: Options, positional: tuple[str, ...]) -> None:
         self.fingerprint: Fingerprint | None = None  # `None`: not looked at yet
         self.conditions = Conditions(None, None, torch.device("cpu"))
         self.last_change = Reason.ATTRIBUTES_CHANGED
         self._options, self._positional = options, positional
-        self._changes = 0  # seen without a replay between them
-        self._rest = 0  # calls that yet run eager without a look, since looking is dear where something changes each time
+        self._rest = Rest()
 
     @property
     def is_resting(self) -> bool:
-        return self._rest > 0
+        return self._rest.is_on
 
     def rest(self) -> bool:
         """Let one call pass without a look; whether that was the last. The next call then starts from the state that it finds."""
-        self._rest -= 1
-        if self._rest == 0:
+        was_last = self._rest.passed()
+        if was_last:
             self.fingerprint = None
-        return self._rest == 0
+        return was_last
 
     def change(self) -> Reason | None:
         """What has changed since it was taken."""
@@ -65,8 +90,7 @@ class State:
             self.take(module)
         if change is not None:
             self.last_change = self.conditions.refusal or change
-            self._changes += 1
-            self._rest = MAX_REST if self._changes > MAX_CHANGES else 0
+            self._rest.changed()
         return change
 
     def take(self, module: torch.nn.Module) -> None:
@@ -80,7 +104,7 @@ class State:
 
     def lasts(self) -> None:
         """A replay was made in it."""
-        self._changes = 0
+        self._rest.lasts()
 
     def forgive(self) -> None:
-        self._changes = self._rest = 0
+        self._rest = Rest()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from diffgraph.reasons import Reason
-from diffgraph.recording.signature import Call, Refused, Signature
+from diffgraph.reasons import Reason, Refused
+from diffgraph.recording.signature import Call, Signature
 from diffgraph.routing.entry import Entry
 from diffgraph.shapes.capture_shape import CaptureShape
 from diffgraph.shapes.traffic import asked_shape

@@ -16,10 +16,10 @@ from diffgraph.engine.ranges import named
 from diffgraph.errors import CaptureWarning, HostValueChanged, OpNotRecordable, OtherRankFailed, RankError
 from diffgraph.parallel.ranks import Ranks
 from diffgraph.prompts.buckets import is_short
-from diffgraph.reasons import Reason
+from diffgraph.reasons import Reason, Refused
 from diffgraph.recording.capture import Recording, capture
 from diffgraph.recording.side_effects import Before, drawn_in_python
-from diffgraph.recording.signature import Call, Refused
+from diffgraph.recording.signature import Call
 from diffgraph.recording.verification import is_close, is_same, is_slower
 from diffgraph.routing.entry import Entry
 from diffgraph.routing.routes import Route

@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import Any
+
+import torch
+
+_BY_VALUE = (
+    bool,
+    int,
+    str,
+    bytes,
+    type(None),
+    Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -20,3 +36,8 @@ def same_value(a: Any, b: Any) -> bool:
         return bool(a == b)
     except (ValueError, RuntimeError):  # an array
         return False
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether a leaf that is no tensor says by its value all that there is to it."""
+    return isinstance(leaf, (*_BY_VALUE, float, complex, torch.Size, type))

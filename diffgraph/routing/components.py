@@ -28,16 +28,16 @@ def chosen(pipe: Any, components: Any) -> Modules:
     known = _known(pipe)
     names = DENOISERS if components == "denoiser" else (components,) if isinstance(components, str) else components
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
-        raise OptionTypeError(f"components is {components!r}; accepted: 'denoiser' or a tuple of {', '.join(known)}")
+        raise OptionTypeError(f"components is {components!r}; accepted: 'denoiser' or a tuple of {_told(known)}")
     found: Modules = {}
     for name in names:
         if name in known:
             found |= _parts(name, known[name])
         elif name not in DENOISERS and getattr(pipe, name, None) is None:
-            raise OptionError(f"component {name!r} is no module of this {type(pipe).__name__}; accepted: {', '.join(known)}")
+            raise OptionError(f"component {name!r} is no module of this {type(pipe).__name__}; accepted: {_told(known)}")
     if not found:
         raise NoDenoiserError(
-            f"{type(pipe).__name__} has no denoiser; looked for {', '.join(names)}; accepted: {', '.join(known) or None}. For a "
+            f"{type(pipe).__name__} has no denoiser; looked for {', '.join(names)}; accepted: {_told(known)}. For a "
             "module that your own loop calls, use accelerate_module"
         )
     return found
@@ -63,6 +63,10 @@ def with_compiled(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
         inner = module.__dict__["_modules"].get(_COMPILED)
         if inner is not None:
             yield name, inner
+
+
+def _told(known: Modules) -> str:
+    return ", ".join(known) or "none, as this pipeline holds no torch module"
 
 
 def _known(pipe: Any) -> Modules:
