@@ -86,7 +86,7 @@ class Case:
             if mode == "recorded":
                 step = diffgraph.record_training_step(self.trainer.step, optimizer=self.trainer.optimizer, model=denoiser)
                 try:
-                    yield lambda: step(latents, conditions), step.report
+                    yield lambda: step(latents, conditions), lambda: diffgraph.report(step)
                 finally:
                     step.close()
             elif mode == "module":

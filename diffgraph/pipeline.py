@@ -11,12 +11,11 @@ import torch
 from diffgraph.engine import breaks as break_points
 from diffgraph.errors import (
     AlreadyAcceleratedError,
-    NotAcceleratedError,
     OptionError,
     OptionTypeError,
 )
 from diffgraph.finetuning.module import GradientRunner
-from diffgraph.finetuning.step import TrainingStep
+from diffgraph.finetuning.step import TrainingStep, refuse_step
 from diffgraph.options import Options, checked
 from diffgraph.reports.report import Report
 from diffgraph.routing import components as components_of
@@ -27,6 +26,7 @@ from diffgraph.shapes.capture_shape import load_shapes
 
 P = TypeVar("P")
 M = TypeVar("M", bound=torch.nn.Module)
+
 
 def accelerate_pipeline(
     pipe: P,
@@ -221,9 +221,5 @@ def _check_shared(modules: dict[str, torch.nn.Module], options: Options) -> None
 
 
 def _runners(pipe: Any) -> list[tuple[torch.nn.Module, Runner]]:
-    if isinstance(pipe, TrainingStep):
-        raise NotAcceleratedError(
-            "a TrainingStep records at its own calls; accepted: `step.close()` gives back what it holds, after which it records "
-            "anew, `diffgraph.report(step)` and `diffgraph.paused(step)`"
-        )
+    refuse_step(pipe)
     return installed.runners(pipe)

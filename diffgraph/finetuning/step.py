@@ -17,7 +17,7 @@ import torch
 from diffgraph.devices import SUPPORTED
 from diffgraph.engine.current import foreign_capture, intercepted, open_recorder
 from diffgraph.engine.ranges import named
-from diffgraph.errors import CaptureWarning, OptionError, OptionTypeError, ReplayError
+from diffgraph.errors import CaptureWarning, NotAcceleratedError, OptionError, OptionTypeError, ReplayError
 from diffgraph.finetuning import optimizers as optimizers_of
 from diffgraph.finetuning.reads import Reads, change
 from diffgraph.finetuning.state import TrainingState
@@ -450,3 +450,12 @@ def _accumulates() -> bool | None:
     module = sys.modules.get("accelerate.state")
     shared = module.GradientState._shared_state if module is not None else {}
     return shared.get("sync_gradients")
+
+
+def refuse_step(given: Any) -> None:
+    """Raises `NotAcceleratedError` for a training step, where a pipeline or a module is wanted."""
+    if isinstance(given, TrainingStep):
+        raise NotAcceleratedError(
+            "a TrainingStep records at its own calls; accepted: `step.close()` gives back what it holds, after which it records "
+            "anew, `diffgraph.report(step)` and `diffgraph.paused(step)`"
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from diffgraph.errors import OptionError, OptionTypeError
+from diffgraph.finetuning.step import refuse_step
 from diffgraph.reasons import Reason, Refused
 from diffgraph.recording.capture import Recording
 from diffgraph.recording.signature import Call
@@ -91,6 +92,7 @@ def explain(pipe: Any, *args: Any, **call: Any) -> Explanation:
             img_shapes[0][0][1]: recorded 32, given 48
         (what follows is not known: the denoiser was not run)
     """
+    refuse_step(pipe)
     runners = accelerated(pipe)
     if isinstance(pipe, torch.nn.Module):
         return Explanation([_foreseen(runners[0], pipe, args, call)[0]], complete=True)
