@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=Path(".tmp/emoji.npz"))
     parser.add_argument("--count", type=int, help="that many emoji, drawn at random, instead of all")
     parser.add_argument("--only", type=Path, help="a file of names, one a line, instead of all")
+    parser.add_argument("--bare", action="store_true", help="ask by the names alone")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cfg", type=float, default=2.0, help="true_cfg_scale")
@@ -54,13 +55,14 @@ def main(argv: list[str] | None = None) -> int:
     rng = random.Random(args.seed)
     asked = args.only.read_text().splitlines() if args.only else names
     asked = rng.sample(asked, min(args.count or len(asked), len(asked)))
-    prompts = [wordings.unseen(name, rng) for name in asked]
+    prompts = asked if args.bare else [wordings.unseen(name, rng) for name in asked]
     drawn = drawings(pipe, prompts, args)
     nearest = torch.cdist(features(torch.from_numpy(drawn).permute(0, 3, 1, 2)), known).argsort(dim=1)
     ranks = [nearest[i].tolist().index(names.index(name)) for i, name in enumerate(asked)]
+    how = "names" if args.bare else "unseen wordings"
     for place in (1, 5, 20):
         share = sum(rank < place for rank in ranks) / len(ranks)
-        print(f"the right emoji among the first {place:2} of {len(names)}: {share:.1%} of {len(ranks)} unseen wordings")
+        print(f"the right emoji among the first {place:2} of {len(names)}: {share:.1%} of {len(ranks)} {how}")
     worst = sorted(range(len(ranks)), key=ranks.__getitem__)[-8:]
     print("furthest off:", "; ".join(f"{prompts[i]!r} at {ranks[i] + 1}" for i in worst))
 

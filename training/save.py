@@ -16,8 +16,11 @@ def save(pipe: QwenImagePipeline, folder: Path, archive: Path | None = None) -> 
     small = {name: copy.deepcopy(getattr(pipe, name)).to("cpu", torch.float16) for name in ("transformer", "vae", "text_encoder")}
     QwenImagePipeline(scheduler=pipe.scheduler, tokenizer=pipe.tokenizer, **small).save_pretrained(folder)
     # diffusers loads in float32 unless told otherwise; transformers in what its config says
-    config = folder / "text_encoder" / "config.json"
-    config.write_text(json.dumps(single(json.loads(config.read_text())), indent=2) + "\n")
+    for part in small:
+        config = folder / part / "config.json"
+        told = single(json.loads(config.read_text()))
+        told.pop("_name_or_path", None)  # of the folder that `--start` named
+        config.write_text(json.dumps(told, indent=2) + "\n")
     tokens = folder / "tokenizer" / "tokenizer.json"
     tokens.write_text(json.dumps(json.loads(tokens.read_text("utf-8")), ensure_ascii=False, separators=(",", ":")), "utf-8")
     for file in folder.rglob("*"):
