@@ -167,7 +167,7 @@ def capture(pipe: Any, shapes: Any = None) -> None:
     if shapes is not None and isinstance(pipe, torch.nn.Module):
         raise OptionTypeError("shapes need a pipeline to run through; a module is recorded by calling it")
     wanted = load_shapes(shapes) if shapes is not None else runners[0].shapes
-    if any(runner.is_paused for runner in runners):
+    if any(runner.pause.is_on for runner in runners):
         raise OptionError("nothing can be recorded inside `diffgraph.paused`; call `capture` outside of it")
     for runner in runners:
         runner.forgive()
@@ -185,7 +185,7 @@ def paused(pipe: Any) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for recorded in [pipe] if isinstance(pipe, TrainingStep) else [runner for _, runner in installed.looked_at(pipe)]:
-            stack.enter_context(recorded.paused())
+            stack.enter_context(recorded.pause.held())
         yield
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._device import DeviceContext
 
-from diffgraph.compiling.pieces import Backend, Tally
+from diffgraph.compiling.pieces import LONGEST, Backend, Tally
 from diffgraph.engine.current import open_recorder
 from diffgraph.errors import CaptureError
 from diffgraph.values.tensors import has_plain_memory, storage_of
@@ -25,7 +25,6 @@ logger = logging.getLogger("diffgraph")
 #: What was compiled so many times Dynamo runs eagerly, by default 8. One block may see many sizes and LoRAs.
 _RECOMPILES = 512
 _TRIES = 4
-_LONGEST = 240  # reason, in characters
 
 
 class Compilation(NamedTuple):
@@ -80,7 +79,7 @@ class BlockCompiler:
 
     def failed(self, module: torch.nn.Module, error: Exception) -> str:
         """Say so, once; returns why in one line."""
-        text = " ".join(str(error).partition("\n\n")[0].split())[:_LONGEST] or repr(error)
+        text = " ".join(str(error).partition("\n\n")[0].split())[:LONGEST] or repr(error)
         self._failures.append(text)
         if text not in self._told:
             self._told.add(text)

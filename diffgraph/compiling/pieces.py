@@ -21,7 +21,7 @@ from diffgraph.values.ambient import Ambient
 from diffgraph.values.tensors import tensors_in
 from diffgraph.values.tree import flatten, map_leaves
 
-_LONGEST = 240  # of the compiler's own words, in characters
+LONGEST = 240  # of the compiler's own words, in characters
 COMPILER = "inductor"  # unless another is asked for
 
 
@@ -50,7 +50,7 @@ class Backend:
             else:
                 self._compile = inner._TorchCompileWrapper(backend, mode, options, self.dynamic)
         except Exception as error:
-            why = str(error)[:_LONGEST]
+            why = str(error)[:LONGEST]
             raise OptionError(f"compile_blocks is {dict(given)!r}, which torch.compile does not accept: {why}") from None
 
     def __eq__(self, other: object) -> bool:

@@ -40,7 +40,15 @@ from diffgraph.engine.untraced import untraced
 from diffgraph.engine.write_log import WriteLog, WritesNoted
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
 from diffgraph.values.ambient import Ambient
-from diffgraph.values.tensors import describe, has_plain_memory, plain_parts, storage_of, tensors_in, tensors_within
+from diffgraph.values.tensors import (
+    describe,
+    has_plain_memory,
+    is_made_of_others,
+    plain_parts,
+    storage_of,
+    tensors_in,
+    tensors_within,
+)
 from diffgraph.values.tree import flatten, map_leaves, unflatten
 
 if TYPE_CHECKING:
@@ -536,10 +544,6 @@ def _check_is_known(tensor: torch.Tensor) -> None:
     if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
         size = "x".join(map(str, tensor.shape))
         raise CaptureError(f"the step reads a parameter [{size}] of a module that it was not told of; accepted: all in model=")
-
-
-def is_made_of_others(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")
 
 
 def _reader() -> weakref.ref[torch.nn.Module] | None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -30,6 +28,7 @@ from diffgraph.reasons import Reason, Refused
 from diffgraph.recording.signature import MAX_LEAVES, Call, describe_leaf
 from diffgraph.routing.entry import Entry
 from diffgraph.routing.memory import Memory
+from diffgraph.routing.pause import Pause
 from diffgraph.routing.routes import Route, Routes
 from diffgraph.routing.table import Table
 
@@ -134,8 +133,7 @@ class TrainingStep:
         self.table = Table(self.name, _parameter_names(step_fn))
         self._step_fn, self._modules, self._optimizers = step_fn, modules, optimizers
         self._reads = Reads(step_fn)
-        self._paused = 0
-        self._pause_lock = threading.Lock()
+        self.pause = Pause()
         self._unfit: str | None = None  # why the optimizers cannot be recorded any more
         self._just_changed: Reason | None = None  # since the last step
         self._moves = 0  # warm-ups in a row that changed a value which is part of the signature
@@ -158,16 +156,6 @@ class TrainingStep:
         for entry in self.table.clear():
             self.memory.drop(entry)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        with self._pause_lock:
-            self._paused += 1
-        try:
-            yield
-        finally:
-            with self._pause_lock:
-                self._paused -= 1
-
     # -- deciding
 
     def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,7 +177,7 @@ class TrainingStep:
             return self._warm_up(entry, args, kwargs)
 
     def _check_surroundings(self) -> None:
-        if self._paused:
+        if self.pause.is_on:
             raise Refused(Reason.PAUSED)
         if open_recorder() is not None or foreign_capture() or intercepted():
             raise Refused(Reason.NESTED_CAPTURE)

@@ -8,9 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.engine.recordable import on_host_alone, why_never_recordable, why_not_recordable
-from diffgraph.engine.recorder import check_for_training, is_made_of_others
+from diffgraph.engine.recorder import check_for_training
 from diffgraph.engine.untraced import untraced
 from diffgraph.errors import CaptureError
+from diffgraph.values.tensors import is_made_of_others
 from diffgraph.values.tree import flatten
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from diffgraph.guards.writes import versions
+from diffgraph.values.tensors import is_made_of_others
 
 Table = dict[str, Any]
 
@@ -32,7 +33,7 @@ def addresses(tensors: Iterable[Any]) -> list[int]:
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
     """Not so a wrapper around other tensors, whose own address means nothing."""
-    return tensor.layout == torch.strided and not hasattr(tensor, "__tensor_flatten__")
+    return tensor.layout == torch.strided and not is_made_of_others(type(tensor))
 
 
 class ComposedWeights:

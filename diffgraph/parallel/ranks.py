@@ -30,6 +30,7 @@ from diffgraph.devices import Pool
 from diffgraph.devices.collectives import is_collective
 from diffgraph.errors import OtherRankFailed, RankError
 from diffgraph.reasons import Reason
+from diffgraph.values.tensors import is_made_of_others
 
 #: Seconds that a rank waits for the others, before it raises `RankError`; and, once all have launched it, for the GPU to be
 #: done with a capture or a first replay.
@@ -273,7 +274,7 @@ class _Watching(TorchDispatchMode):
         self._ranks = ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if any(map(is_made_of_others, types)):
             return NotImplemented
         if is_collective(func):
             self._ranks.before(func.name())

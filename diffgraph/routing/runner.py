@@ -26,6 +26,7 @@ from diffgraph.recording.signature import Call
 from diffgraph.routing.entry import MAX_ESCAPES, PAYS_AFTER, Entry
 from diffgraph.routing.insistence import Insistence
 from diffgraph.routing.memory import Memory
+from diffgraph.routing.pause import Pause
 from diffgraph.routing.routes import Route, Routes
 from diffgraph.routing.state import State
 from diffgraph.routing.table import Table
@@ -63,13 +64,12 @@ class Runner:
         self._parallel_config: Any = None
         self._ranks: Ranks | None = None
         self.compiler = None if options.compile_blocks is None else BlockCompiler(options.compile_blocks)
-        self._paused = 0
+        self.pause = Pause()
         self._paid = 0  # recordings that have
         self._thread = threading.local()
         self.has_buckets = False  # prompts of many lengths share recordings, as far as the calls made to record have shown
         self.shapes: list[CaptureShape] = []  # recorded through a pipeline so far
         self._state_lock = threading.RLock()
-        self._pause_lock = threading.Lock()
 
     # -- the door
 
@@ -79,7 +79,7 @@ class Runner:
         if torch.compiler.is_compiling():  # Dynamo would trace us
             return self._forward(module)(*args, **kwargs)
         if self.training is not None and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            return self.training(module, self._forward(module), args, kwargs, self.is_paused)
+            return self.training(module, self._forward(module), args, kwargs, self.pause.is_on)
         probe = getattr(self._thread, "probe", None)
         if probe is not None:
             return probe(self, module, args, kwargs)
@@ -257,7 +257,7 @@ class Runner:
 
     def check_surroundings(self) -> None:
         """Raises `Refused` where no call of this thread may be recorded or replayed, whatever it is given."""
-        if self._paused:
+        if self.pause.is_on:
             raise Refused(Reason.PAUSED)
         if torch.is_grad_enabled():
             raise Refused(Reason.GRAD_ENABLED)
@@ -397,16 +397,6 @@ class Runner:
             entry.refused, entry.lost, entry.unpaid, entry.escapes = None, None, 0, 0
             entry.values.forgive()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        with self._pause_lock:
-            self._paused += 1
-        try:
-            yield
-        finally:
-            with self._pause_lock:
-                self._paused -= 1
-
     def plainly(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward, neither recorded nor counted."""
         return self._forward(module)(*args, **kwargs)
@@ -424,10 +414,6 @@ class Runner:
             yield
         finally:
             self._thread.probe = None
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused > 0
 
     def missing(self) -> list[Entry]:
         """What the latest `diffgraph.capture` has met and not recorded."""

@@ -18,12 +18,11 @@ from diffgraph.reasons import Reason
 from diffgraph.routing.memory import free_memory
 from diffgraph.routing.runner import Runner
 from diffgraph.shapes.capture_shape import CaptureShape
-from diffgraph.shapes.prompt_arguments import Batch, batches, prompt_arguments, recorded_length
+from diffgraph.shapes.prompt_arguments import PROMPTS, Batch, batches, prompt_arguments, recorded_length
 
 #: Enough for the two denoisers of a pipeline that switches between them midway, and the fewest that every scheduler takes.
 STEPS = 2
 _MIB = 2**20
-_PROMPTS = {"prompt", "prompt_embeds"}
 
 
 def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[CaptureShape]) -> None:
@@ -40,7 +39,7 @@ def capture_shapes(pipe: Any, runners: Sequence[Runner], shapes: Sequence[Captur
         for shape in bar:
             bar.set_postfix_str(f"{shape}, {free_memory(_device(pipe)) / _MIB:.0f} MiB free")
             for runner in runners:
-                runner.insistence.ask_for_every_bucket(shape.prompt_length is None and not _PROMPTS & set(shape.inputs))
+                runner.insistence.ask_for_every_bucket(shape.prompt_length is None and not PROMPTS & set(shape.inputs))
             _run(pipe, shape, decode=any(runner.name.endswith(".decoder") for runner in runners))
             if all(runner.options.capture == "startup" and not runner.has_buckets for runner in runners):
                 _warn_of_one_length(pipe, shape)

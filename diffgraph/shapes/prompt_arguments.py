@@ -15,7 +15,7 @@ _PROMPT = "a photo of a cat"
 #: The pipelines' own names for the scale of classifier-free guidance; the first that a pipeline takes is meant.
 SCALES = ("true_cfg_scale", "guidance_scale")
 _ON = 4.0
-_GIVEN = {"prompt", "prompt_embeds"}
+PROMPTS = {"prompt", "prompt_embeds"}
 
 
 def per_prompt_argument(accepted: Mapping[str, Any]) -> str | None:
@@ -33,7 +33,7 @@ class Batch(str, Enum):
 
 def batches(shape: CaptureShape, accepted: Mapping[str, Any]) -> list[Batch]:
     """The ways to a shape's pictures that it leaves open."""
-    if shape.batch == 1 or _GIVEN & set(shape.inputs) or "prompt" not in accepted:
+    if shape.batch == 1 or PROMPTS & set(shape.inputs) or "prompt" not in accepted:
         return [Batch.ALIKE]
     per_prompt = per_prompt_argument(accepted)
     return [Batch.ALIKE, Batch.UNLIKE] + [Batch.ONE] * (per_prompt is not None and per_prompt not in shape.inputs)
@@ -47,7 +47,7 @@ def prompt_arguments(
     prompts = 1 if batch is Batch.ONE else _prompts(pipe, shape, accepted)
     if shape.batch > prompts:
         wanted[per_prompt_argument(accepted) or ""] = shape.batch // prompts
-    if not _GIVEN & set(shape.inputs) and "prompt" in accepted:
+    if not PROMPTS & set(shape.inputs) and "prompt" in accepted:
         wanted.update(_prompt(pipe, shape, accepted, others))
         if prompts > 1:
             text = wanted["prompt"]
@@ -60,7 +60,7 @@ def prompt_arguments(
 def _prompts(pipe: Any, shape: CaptureShape, accepted: Mapping[str, Any]) -> int:
     """How many prompts a batch takes, where each has a picture or as many as `inputs` say."""
     per_prompt = per_prompt_argument(accepted)
-    given = next((shape.inputs[name] for name in ("prompt", "prompt_embeds") if shape.inputs.get(name) is not None), None)
+    given = next((shape.inputs[name] for name in sorted(PROMPTS) if shape.inputs.get(name) is not None), None)
     if given is None:
         prompts, left = divmod(shape.batch, shape.inputs.get(per_prompt or "", 1))
         prompts, left = (1, 0) if shape.batch == 1 else (prompts, left)  # which `inputs` need not repeat
@@ -103,7 +103,7 @@ def _off(pipe: Any) -> float:
 
 def recorded_length(pipe: Any, shape: CaptureShape, others: Mapping[str, Any]) -> int | None:
     """The one prompt length, in tokens, that this shape records where lengths vary from prompt to prompt and it names none."""
-    unnamed = shape.prompt_length is None and not _GIVEN & set(shape.inputs)
+    unnamed = shape.prompt_length is None and not PROMPTS & set(shape.inputs)
     if not unnamed or getattr(pipe, "tokenizer", None) is None or not hasattr(pipe, "encode_prompt"):
         return None
     try:

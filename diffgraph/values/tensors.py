@@ -55,10 +55,15 @@ def storage_of(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
+def is_made_of_others(kind: type) -> bool:
+    """Whether tensors of this class hold others: quantised weights, say."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The dense tensors that a tensor subclass (a quantised weight, say) is made of; a plain tensor is its own."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names = tensor.__tensor_flatten__()[0]  # type: ignore[operator]
+    if is_made_of_others(type(tensor)):
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[operator, attr-defined]
         return [plain for name in names for plain in plain_parts(getattr(tensor, name))]
     return [tensor]
 
