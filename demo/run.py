@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.steps < 1:
         parser.error(f"--steps is {args.steps}; accepted: at least 1")
+    if args.out.suffix.lower() not in Image.registered_extensions():
+        parser.error(f"--out is {args.out}; accepted: a picture's name, as out.png")
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device is {args.device}, and this torch sees no GPU; accepted here: cpu")
     if args.device == "cpu":
@@ -44,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     pipe, prompts = model.pipe, model.prompts[:3]
     pipe.set_progress_bar_config(disable=True)
     print(f"{model.name} on {args.device}; torch {torch.__version__}\n{model.about}")
+    print("Each prompt is recorded at its own length (prompt_buckets=None), so that its pictures have eager's bits.")
 
     calls = [(prompt, *size) for size in (NOISE_SIZES if model.is_noise else SIZES) for prompt in prompts]
     eager, eager_s = pictures(pipe, calls, args.steps)

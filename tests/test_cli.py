@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import pipelines
+from demo import models as demo_models
 from diffgraph.cli.advice import recommended, verdict
 from diffgraph.cli.calls import denoiser_calls
 from diffgraph.cli.diagnosis import DIFFERENT, Diagnosis, diagnose
@@ -22,6 +23,8 @@ from diffgraph.cli.profile import busy_us
 from diffgraph.cli.shape_options import shapes_of
 from diffgraph.prompts.buckets import AUTO
 from diffgraph.shapes.capture_shape import CaptureShape
+
+EMBEDDED = str(demo_models.EMBEDDED)
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +164,20 @@ def test_a_command_leaves_the_libraries_as_talkative_as_they_were():
     before = [library.get_verbosity() for library in libraries]
     load(argparse.Namespace(model="flux", tiny=True, device="cpu", dtype=None))
     assert [library.get_verbosity() for library in libraries] == before
+
+
+def test_doctor_knows_a_padded_prompts_rounding_from_a_fault(capsys):
+    assert main(["doctor", EMBEDDED, "--shapes", "64x64", "--repeats", "2"]) == 0
+    assert "please report" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["run", "flux", "--tiny", "--prompt", "x", "--shape", "7x7"], ["doctor", EMBEDDED, "--shapes", "7x7"]]
+)
+def test_a_size_that_the_pipeline_cannot_draw_is_told_in_a_line(words, tmp_path, capsys):
+    more = ["--out", str(tmp_path / "x.png")] if words[0] == "run" else []
+    assert main([*words, *more]) == 2
+    assert "7x7" in capsys.readouterr().err
 
 
 def test_a_step_with_guidance_is_told_call_by_call():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -488,3 +489,34 @@ def test_only_what_backward_reads_may_not_change_before_it():
 
     _, _, report = trained(Biases, frozen_changed)
     assert report.replays == 6
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("seed", [1, 2])
+def test_layers_that_python_drops_are_dropped_each_time(seed):
+    class Drops(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.a(x)
+            return x + self.b(x) if random.random() > 0.2 else x
+
+    def losses(recorded):
+        torch.manual_seed(0)
+        random.seed(seed)
+        net = Drops()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        if recorded:
+            diffgraph.accelerate_module(net, training=True)
+        found = []
+        for _ in range(12):
+            loss = net(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(True) == losses(False)

@@ -1,10 +1,12 @@
 """State that a call's arguments do not show, and forwards that do more than compute: the result is eager's, to the bit."""
 
 import copy
+import random
 import warnings
 from collections import OrderedDict, deque
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from _toys import SETTLED, accelerated, call, calls, eager, settle
@@ -790,3 +792,30 @@ def test_a_copy_of_what_a_module_owns_is_no_change():
     assert fingerprint.change() is None
     Settings.scale = 2.0
     assert fingerprint.change() == "attributes_changed"
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_dropout_of_nothing_that_is_to_drop_something_is_seen(mode):
+    """Every attention of diffusers ends in one."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.0), torch.nn.Linear(8, 8))
+    module = diffgraph.accelerate_module(module.train(mode))
+    x = torch.ones(4, 8)
+    calls(module, 3, x)
+    module[1].p = 0.5
+    module[1].train()
+    calls(module, 4, x)  # each is compared with eager
+
+
+@pytest.mark.parametrize("made", [random.Random, numpy.random.default_rng, numpy.random.RandomState])
+def test_a_generator_of_the_models_own_is_not_baked(made):
+    class Drops(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * float(self.generator.random() > 0.3)
+
+    plain, module = Drops(8, 8), Drops(8, 8)
+    module.load_state_dict(plain.state_dict())
+    plain.generator, module.generator = made(3), made(3)
+    diffgraph.accelerate_module(module)
+    x = torch.ones(4, 8)
+    with torch.no_grad():
+        assert [module(x).sum().item() for _ in range(16)] == [plain(x).sum().item() for _ in range(16)]

@@ -67,7 +67,9 @@ def draw(model: Model, shape: CaptureShape, prompt: str | None = None, *, steps:
     given = model.arguments(shape, prompt) | {"generator": torch.Generator().manual_seed(seed), "num_inference_steps": steps}
     try:
         return model.pipe(**given, **more)
-    except (ValueError, TypeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
         raise ShapeError(f"{type(model.pipe).__name__} refuses {shape}: {error}") from error
 
 

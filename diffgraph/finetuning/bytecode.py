@@ -20,6 +20,14 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
+def globals_in(code: CodeType) -> Iterator[str]:
+    """Names that code takes from its module, and no attributes that are called alike."""
+    yield from (str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from globals_in(constant)
+
+
 def paths_in(code: CodeType) -> Iterator[Path]:
     """Attributes that code reads, by the name that it reads them from: `("args", ("weight",))` for `args.weight`."""
     yield from paths_of(dis.get_instructions(code))

@@ -19,6 +19,7 @@ from diffgraph.finetuning.state import TrainingState
 from diffgraph.finetuning.verification import is_close
 from diffgraph.options import Options
 from diffgraph.reasons import Reason, Refused
+from diffgraph.recording.side_effects import drawn_in_python
 from diffgraph.recording.signature import Call
 from diffgraph.recording.static_inputs import StaticInputs
 from diffgraph.routing.entry import MAX_ESCAPES, Entry
@@ -134,11 +135,11 @@ class GradientRunner:
     def _warm_up(self, entry: Entry, state: TrainingState, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.routes.note(Route.EAGER, entry.lost or Reason.UNSEEN_SIGNATURE)
         pool = self.memory.pool(state.device)
-        rng = pool.rng_state()
+        rng, drawn = pool.rng_state(), drawn_in_python()
         output = forward(*args, **kwargs)
         if not pool.replayable_rng(rng):
             self.memory.drop(entry, refused=Reason.SIDE_EFFECTS)
-        elif state.change() is None:
+        elif state.change() is None and drawn_in_python() == drawn:
             entry.seen += 1
         else:
             state.take()

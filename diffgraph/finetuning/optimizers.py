@@ -19,8 +19,8 @@ Optimizer = torch.optim.Optimizer
 
 def unwrapped(optimizer: Any) -> Any:
     """accelerate's wrapper is an optimizer that holds another."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer) else optimizer
+    inner = getattr(optimizer, "optimizer", None) if isinstance(optimizer, Optimizer) else None
+    return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def checked(given: Any) -> list[Optimizer]:

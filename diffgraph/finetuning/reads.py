@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from diffgraph.finetuning.bytecode import names_in, paths_in
+from diffgraph.finetuning.bytecode import globals_in, names_in, paths_in
 from diffgraph.finetuning.held import CONTAINERS, Held
 from diffgraph.guards.contents import copied, is_alike, is_container, items_of
 from diffgraph.values.constants import is_constant
@@ -57,6 +57,10 @@ class Reads:
             inner = enumerate(held.objects)
             found.update((f"{held.name}[{i}]", value) for i, value in inner if isinstance(value, _CHECKED))
         return found
+
+    def iterator(self) -> str | None:
+        """The name of an iterator: what it will give next, nobody can see."""
+        return next((name for name, value in self._found() if hasattr(type(value), "__next__")), None)
 
     def replaced(self) -> str | None:
         """The name of an object that is another one than when last looked at."""
@@ -115,7 +119,7 @@ class Reads:
             if name in getattr(owner, "__dict__", {}):
                 self._add(f"self.{name}", functools.partial(_attribute, owner, name), fn, seen)
             else:
-                method = vars(type(owner)).get(name)
+                method = next((vars(c)[name] for c in type(owner).__mro__ if name in vars(c)), None)
                 if isinstance(method, FunctionType) and id(method) not in seen:
                     seen.add(id(method))
                     self._follow_method(owner, method, seen)
@@ -127,15 +131,18 @@ class Reads:
     def _follow_function(self, fn: FunctionType, seen: set[int]) -> None:
         cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
         free: dict[str, Get] = {name: functools.partial(_content, cell) for name, cell in cells}
-        known = [name for name in names_in(fn.__code__) if name in fn.__globals__]
+        known = [name for name in globals_in(fn.__code__) if name in fn.__globals__]
         shared: dict[str, Get] = {name: functools.partial(fn.__globals__.get, name, _ABSENT) for name in known}
         for name, get in free.items():
             self._add(name, get, fn, seen)
         for name, get in shared.items():
             self._add(f"{fn.__module__}.{name}", get, fn, seen)
-        self._add_paths({**shared, **free}, fn.__code__)
-        for i, value in enumerate([*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]):
-            self._add(f"{fn.__qualname__}[{i}]", functools.partial(_itself, value), fn, seen)
+        with_defaults = fn.__code__.co_varnames[: fn.__code__.co_argcount][-len(fn.__defaults__ or ()) or None :]
+        defaults = dict(zip(with_defaults, fn.__defaults__ or (), strict=False)) | (fn.__kwdefaults__ or {})
+        given: dict[str, Get] = {name: functools.partial(_itself, value) for name, value in defaults.items()}
+        self._add_paths({**given, **shared, **free}, fn.__code__)
+        for name, get in given.items():
+            self._add(f"{fn.__qualname__}.{name}", get, fn, seen)
 
     def _add_paths(self, roots: dict[str, Get], code: CodeType) -> None:
         for root, path in paths_in(code):
@@ -181,8 +188,11 @@ def _note(name: str, value: Any, found: dict[int, Seen], depth: int) -> None:
 
 def _reached(value: Any, path: tuple[str, ...]) -> Any:
     for name in path:
-        if isinstance(value, (*_NOT_FOLLOWED, ModuleType, type)):
+        if isinstance(value, _NOT_FOLLOWED):
             return _ABSENT
+        if isinstance(value, (ModuleType, type)):  # a namespace: of what it holds, plain values are read
+            value = next((vars(c)[name] for c in getattr(value, "__mro__", (value,)) if name in vars(c)), _ABSENT)
+            return value if is_constant(value) else _ABSENT
         value = _attribute(value, name)
     return value
 
@@ -192,7 +202,14 @@ def _itself(value: Any) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, "__dict__", {}).get(name, _ABSENT)
+    """Of an object, or plainly of its class; nothing that runs code."""
+    table = getattr(owner, "__dict__", None)
+    if isinstance(table, dict) and name in table:
+        return table[name]
+    found = next((vars(c)[name] for c in type(owner).__mro__ if name in vars(c)), _ABSENT)
+    if isinstance(found, MemberDescriptorType):
+        return getattr(owner, name, _ABSENT)
+    return found if is_constant(found) else _ABSENT
 
 
 def _content(cell: CellType) -> Any:

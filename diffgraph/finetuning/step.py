@@ -25,6 +25,7 @@ from diffgraph.finetuning.verification import replay_and_compare
 from diffgraph.finetuning.watch import Watch
 from diffgraph.options import Options, checked
 from diffgraph.reasons import Reason, Refused
+from diffgraph.recording.side_effects import drawn_in_python
 from diffgraph.recording.signature import MAX_LEAVES, Call, describe_leaf
 from diffgraph.routing.entry import Entry
 from diffgraph.routing.memory import Memory
@@ -254,7 +255,7 @@ class TrainingStep:
     def _warm_up(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The eager step before a recording: state is made, caches fill, kernels are chosen, side effects show."""
         pool = self.memory.pool(self._state.device)
-        before, values, rng = self._reads.contents(), self._reads.values(), pool.rng_state()
+        before, values, rng, drawn = self._reads.contents(), self._reads.values(), pool.rng_state(), drawn_in_python()
         moves = Reason.SIDE_EFFECTS if self._moves >= MAX_UNSTEADY else None
         self.routes.note(Route.EAGER, moves or entry.lost or self._just_changed or Reason.UNSEEN_SIGNATURE)
         with Watch(self._state.device) as watch:
@@ -269,8 +270,11 @@ class TrainingStep:
             return output
         changed, has_moved = self._changed(before), self._reads.values() != values
         self._moves = self._moves + 1 if has_moved else 0
-        if not pool.replayable_rng(rng):
+        iterator = self._reads.iterator()
+        if not pool.replayable_rng(rng) or drawn_in_python() != drawn:
             self._refuse(entry, Reason.SIDE_EFFECTS, "it draws random numbers on the host; draw them on the device")
+        elif iterator is not None:
+            self._refuse(entry, Reason.SIDE_EFFECTS, f"it reads the iterator {iterator}, from which a replay would take nothing")
         elif changed is None and not has_moved and watch.why_not is not None:
             self._refuse(entry, Reason.CAPTURE_FAILED, watch.why_not)
         elif changed is None and not has_moved:
@@ -293,7 +297,7 @@ class TrainingStep:
 
     def _capture(self, entry: Entry, call: Call) -> Any:
         pool = self.memory.pool(self._state.device)
-        held, before, rng = pool.bytes(), self._reads.contents(), pool.rng_state()
+        held, before, rng, drawn = pool.bytes(), self._reads.contents(), pool.rng_state(), drawn_in_python()
         try:
             recording, output = capture_step(self._step_fn, call, pool, self._modules, self._state.gradients, self._optimizers)
         except torch.OutOfMemoryError:
@@ -309,8 +313,8 @@ class TrainingStep:
         if recording.wrote_inputs:
             recording.inputs.copy_back(call.leaves)
             changed = "its batch"
-        elif not pool.replayable_rng(rng):
-            changed = "the host's generator"
+        elif not pool.replayable_rng(rng) or drawn_in_python() != drawn:
+            changed = "a generator of the host's"
         elif recording.escaped:
             changed = "what something outside holds: a tensor that it made"
         if changed is not None:  # the step itself is right

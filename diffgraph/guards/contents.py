@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -82,6 +84,7 @@ class Contents(Slots):
         found = {id(c): c for container in Slots.now(self) for c in _containers_in(container, DEPTH)}.values()
         self._inner = [c for c in found if not isinstance(c, dict)], [c for c in found if isinstance(c, dict)]
         self._copies = [copied(container, DEPTH) for container in Slots.now(self)]
+        self._draws = any(_holds_generator(container, DEPTH) for container in Slots.now(self))
         self.then = self.now()
 
     def now(self) -> list[Any]:
@@ -90,7 +93,7 @@ class Contents(Slots):
         return [*super().now(), *chain.from_iterable(lists), *chain.from_iterable(dicts), *values]
 
     def changed(self) -> bool:
-        if self.are_the_same():
+        if self.are_the_same() and not self._draws:  # what a generator draws replaces no item
             return False
         if not all(map(is_alike, Slots.now(self), self._copies)):
             return True
@@ -116,7 +119,7 @@ def _are_the_same(now: list[Any], then: list[Any]) -> bool:
 def is_alike(now: Any, then: Any) -> bool:
     """Whether code that is given `now` does as with `then`, which may be a copy: not so with 1 and 1.0, with dicts in another
     order, or with two objects whose attributes may differ, whatever they say of themselves."""
-    if now is then:
+    if now is then and not isinstance(then, _Copy):
         return True
     if isinstance(then, _Copy):
         if type(now) is not then.kind or (type(now) in _SETS and now != then.values):
@@ -138,11 +141,31 @@ def is_container(value: Any) -> bool:
     of them out."""
     if type(value).__module__ == "diffusers.configuration_utils":
         return False
-    return isinstance(value, partial) or (isinstance(value, _CONTAINER_TYPES) and len(value) <= _CONTAINER_LIMIT)
+    return (
+        isinstance(value, partial)
+        or is_generator(value)
+        or (isinstance(value, _CONTAINER_TYPES) and len(value) <= _CONTAINER_LIMIT)
+    )
+
+
+def is_generator(value: Any) -> bool:
+    """Of random numbers: what it will draw next is its contents."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, random.Random) or (
+        numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    )
+
+
+def _state_of(generator: Any) -> str:
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    return str(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
 
 
 def items_of(container: Any) -> tuple[list[Any], Any]:
     """What a container holds, by which keys."""
+    if is_generator(container):
+        return [], [_state_of(container)]
     if isinstance(container, partial):
         return [], [container.func, container.args, container.keywords]
     if isinstance(container, dict):
@@ -153,10 +176,16 @@ def items_of(container: Any) -> tuple[list[Any], Any]:
 def _containers_in(value: Any, depth: int) -> Iterator[Any]:
     """The containers that `value` is or holds, which can be read one item after the other."""
     if is_container(value) and depth > 0:
-        if not isinstance(value, partial):
+        if not isinstance(value, partial) and not is_generator(value):
             yield value
         for item in items_of(value)[1]:
             yield from _containers_in(item, depth - 1)
+
+
+def _holds_generator(value: Any, depth: int) -> bool:
+    if is_generator(value):
+        return True
+    return is_container(value) and depth > 0 and any(_holds_generator(item, depth - 1) for item in items_of(value)[1])
 
 
 def copied(value: Any, depth: int) -> Any:

@@ -90,7 +90,7 @@ def _attribute_names(module: torch.nn.Module, is_root: bool) -> tuple[str, ...]:
         return ()  # what they hold is read from their tables
     if _is_by_the_thousand(module):
         patched = tuple(key for key in HOOK_ATTRIBUTES if key in module.__dict__ and not (is_root and key == REGISTRY))
-        heeded = ("training", "p", "dropout") if _heeds_training(module) else ()
+        heeded = ("training", "p", "dropout") if _heeds_training(module) else ("p",)  # a dropout of 0 need not stay one
         return (*patched, *(key for key in heeded if key in module.__dict__))
     ignored = _VOLATILE | {REGISTRY} if is_root else _VOLATILE
     if type(module).__module__.startswith(("torch.", "diffusers.")) and not is_root and not _heeds_training(module):
@@ -98,7 +98,7 @@ def _attribute_names(module: torch.nn.Module, is_root: bool) -> tuple[str, ...]:
     if is_adapter(module):
         ignored = ignored | _UNREAD_BY_PEFT
     elif type(module).__module__.startswith("torch.nn.modules."):
-        ignored = ignored | _UNREAD | ({"p"} if isinstance(module, torch.nn.Dropout) and not module.training else set())
+        ignored = ignored | _UNREAD
     return tuple(k for k in module.__dict__ if k not in _MODULE_INTERNALS and k not in ignored)
 
 

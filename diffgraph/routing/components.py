@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ def chosen(pipe: Any, components: Any) -> Modules:
     """
     if isinstance(pipe, torch.nn.Module):
         return {type(pipe).__name__: pipe}
+    if pipe is None or isinstance(pipe, (str, os.PathLike)):
+        raise NoDenoiserError(
+            f"{type(pipe).__name__} has no denoiser: given {pipe!r}; accepted: a pipeline, such as "
+            "DiffusionPipeline.from_pretrained(...) returns"
+        )
     known = _known(pipe)
     names = DENOISERS if components == "denoiser" else (components,) if isinstance(components, str) else components
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
