@@ -112,8 +112,9 @@ def accelerate_pipeline(
     _check_shared(modules, options)
     try:
         runners = installed.install(pipe, modules, options)
-        for runner in runners if options.training else ():
-            runner.training = runner.training or GradientRunner(runner.name, runner.positional, options, runner.memory)
+        if options.training:
+            for runner in runners:
+                runner.training = runner.training or GradientRunner(runner.name, runner.positional, options, runner.memory)
         if shapes:
             capture_at_startup(pipe, runners, shapes)
     except BaseException:

@@ -15,8 +15,9 @@ from diffgraph.cli.clock import call_ms, submit_ms
 from diffgraph.cli.forecast import Forecast, forecast
 from diffgraph.cli.profile import gap_us, profiled
 from diffgraph.engine.sequence import Break
-from diffgraph.prompts.buckets import PromptBuckets, is_short
+from diffgraph.prompts.buckets import is_short
 from diffgraph.reasons import Reason
+from diffgraph.recording.signature import Call
 from diffgraph.recording.verification import is_close
 from diffgraph.routing.installed import accelerated
 from diffgraph.values.compare import same_bits
@@ -87,7 +88,7 @@ def _record(call: DenoiserCall, found: Diagnosis) -> None:
     entry = next((e for e in runner.table.all_entries() if e.recording is not None), None)
     if entry is None or entry.recording is None:
         return
-    buckets = PromptBuckets.of(call.module, runner.options, runner.positional)
+    buckets = runner.state.conditions.prompts
     if buckets is not None:
         found.recordings = max(1, sum(1 for _ in buckets.every(call.args, call.kwargs)))
     found.recorded, found.segments, found.memory_bytes = True, entry.recording.segments, entry.memory_bytes
@@ -103,10 +104,8 @@ def _compare(call: DenoiserCall) -> str:
     if same_bits(replayed, eager):
         return SAME
     (runner,) = accelerated(call.module)
-    buckets = PromptBuckets.of(call.module, runner.options, runner.positional)
-    padded = None if buckets is None else buckets.padded(call.args, call.kwargs)
-    rounds = padded is not None and is_short(padded.prompt)
-    return CLOSE if rounds and is_close(replayed, eager, call.module) else DIFFERENT
+    prompt = Call.padded(call.args, call.kwargs, call.device, runner.state.conditions.prompts).prompt
+    return CLOSE if is_short(prompt) and is_close(replayed, eager, call.module) else DIFFERENT
 
 
 def _told(name: str) -> tuple[str, str]:

@@ -13,27 +13,29 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_FAST", "STORE_FAST_LOA
 Path = tuple[str, tuple[str, ...]]
 
 
-def names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _all_of(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions and comprehensions inside."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from names_in(constant)
+            yield from _all_of(constant)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    for part in _all_of(code):
+        yield from part.co_names
 
 
 def globals_in(code: CodeType) -> Iterator[str]:
     """Names that code takes from its module, and no attributes that are called alike."""
-    yield from (str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from globals_in(constant)
+    for part in _all_of(code):
+        yield from (str(i.argval) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 def paths_in(code: CodeType) -> Iterator[Path]:
     """Attributes that code reads, by the name that it reads them from: `("args", ("weight",))` for `args.weight`."""
-    yield from paths_of(dis.get_instructions(code))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from paths_in(constant)
+    for part in _all_of(code):
+        yield from paths_of(dis.get_instructions(part))
 
 
 def paths_of(instructions: Iterable[Any]) -> Iterator[Path]:

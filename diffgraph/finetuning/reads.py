@@ -8,6 +8,7 @@ call must leave their attributes as they were.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -119,7 +120,7 @@ class Reads:
             if name in getattr(owner, "__dict__", {}):
                 self._add(f"self.{name}", functools.partial(_attribute, owner, name), fn, seen)
             else:
-                method = next((vars(c)[name] for c in type(owner).__mro__ if name in vars(c)), None)
+                method = _of_class(type(owner), name)
                 if isinstance(method, FunctionType) and id(method) not in seen:
                     seen.add(id(method))
                     self._follow_method(owner, method, seen)
@@ -137,9 +138,8 @@ class Reads:
             self._add(name, get, fn, seen)
         for name, get in shared.items():
             self._add(f"{fn.__module__}.{name}", get, fn, seen)
-        with_defaults = fn.__code__.co_varnames[: fn.__code__.co_argcount][-len(fn.__defaults__ or ()) or None :]
-        defaults = dict(zip(with_defaults, fn.__defaults__ or (), strict=False)) | (fn.__kwdefaults__ or {})
-        given: dict[str, Get] = {name: functools.partial(_itself, value) for name, value in defaults.items()}
+        parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()
+        given: dict[str, Get] = {p.name: functools.partial(_itself, p.default) for p in parameters if p.default is not p.empty}
         self._add_paths({**given, **shared, **free}, fn.__code__)
         for name, get in given.items():
             self._add(f"{fn.__qualname__}.{name}", get, fn, seen)
@@ -191,7 +191,7 @@ def _reached(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, _NOT_FOLLOWED):
             return _ABSENT
         if isinstance(value, (ModuleType, type)):  # a namespace: of what it holds, plain values are read
-            value = next((vars(c)[name] for c in getattr(value, "__mro__", (value,)) if name in vars(c)), _ABSENT)
+            value = _of_class(value, name) if isinstance(value, type) else vars(value).get(name, _ABSENT)
             return value if is_constant(value) else _ABSENT
         value = _attribute(value, name)
     return value
@@ -206,10 +206,15 @@ def _attribute(owner: Any, name: str) -> Any:
     table = getattr(owner, "__dict__", None)
     if isinstance(table, dict) and name in table:
         return table[name]
-    found = next((vars(c)[name] for c in type(owner).__mro__ if name in vars(c)), _ABSENT)
+    found = _of_class(type(owner), name)
     if isinstance(found, MemberDescriptorType):
         return getattr(owner, name, _ABSENT)
     return found if is_constant(found) else _ABSENT
+
+
+def _of_class(kind: type, name: str) -> Any:
+    """What it or a class above it holds, without asking descriptors."""
+    return next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), _ABSENT)
 
 
 def _content(cell: CellType) -> Any:

@@ -82,9 +82,10 @@ class Contents(Slots):
 
     def _note(self) -> None:
         found = {id(c): c for container in Slots.now(self) for c in _containers_in(container, DEPTH)}.values()
-        self._inner = [c for c in found if not isinstance(c, dict)], [c for c in found if isinstance(c, dict)]
+        read = [c for c in found if not is_generator(c)]
+        self._draws = len(read) < len(found)
+        self._inner = [c for c in read if not isinstance(c, dict)], [c for c in read if isinstance(c, dict)]
         self._copies = [copied(container, DEPTH) for container in Slots.now(self)]
-        self._draws = any(_holds_generator(container, DEPTH) for container in Slots.now(self))
         self.then = self.now()
 
     def now(self) -> list[Any]:
@@ -119,7 +120,7 @@ def _are_the_same(now: list[Any], then: list[Any]) -> bool:
 def is_alike(now: Any, then: Any) -> bool:
     """Whether code that is given `now` does as with `then`, which may be a copy: not so with 1 and 1.0, with dicts in another
     order, or with two objects whose attributes may differ, whatever they say of themselves."""
-    if now is then and not isinstance(then, _Copy):
+    if now is then:
         return True
     if isinstance(then, _Copy):
         if type(now) is not then.kind or (type(now) in _SETS and now != then.values):
@@ -174,18 +175,12 @@ def items_of(container: Any) -> tuple[list[Any], Any]:
 
 
 def _containers_in(value: Any, depth: int) -> Iterator[Any]:
-    """The containers that `value` is or holds, which can be read one item after the other."""
+    """The containers that `value` is or holds, which can be read one item after the other, and the generators."""
     if is_container(value) and depth > 0:
-        if not isinstance(value, partial) and not is_generator(value):
+        if not isinstance(value, partial):
             yield value
         for item in items_of(value)[1]:
             yield from _containers_in(item, depth - 1)
-
-
-def _holds_generator(value: Any, depth: int) -> bool:
-    if is_generator(value):
-        return True
-    return is_container(value) and depth > 0 and any(_holds_generator(item, depth - 1) for item in items_of(value)[1])
 
 
 def copied(value: Any, depth: int) -> Any:
