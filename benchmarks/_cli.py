@@ -72,11 +72,11 @@ def measure_families(options: argparse.Namespace, family_rows: FamilyRows, resul
     return rows, failed
 
 
-def build(family: str, options: argparse.Namespace) -> Any:
-    """The pipeline, on the device, without progress bars."""
+def build(family: str, options: argparse.Namespace, **more: Any) -> Any:
+    """The pipeline, on the device, without progress bars; `more` is for what builds it in full."""
     given = {"dtype": getattr(torch, options.dtype)} if options.dtype else {}
     if options.size == "full":
-        pipe = pipelines.build(family, "full", device=options.device, **given)
+        pipe = pipelines.build(family, "full", device=options.device, **given, **more)
     else:
         pipe = pipelines.build(family).to(options.device, **given)
     pipe.set_progress_bar_config(disable=True)

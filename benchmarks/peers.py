@@ -24,6 +24,7 @@ from benchmarks._calls import DenoiserCall, difference, inputs, relative_differe
 from benchmarks._floor import floor
 from benchmarks._measure import MIB, call_ms, release, seconds
 from benchmarks._results import Results, Row
+from benchmarks._spent import spent
 from benchmarks._weights import add_lora
 from benchmarks.denoiser import default_shapes
 from diffgraph.compiling.blocks import repeated_blocks
@@ -162,6 +163,8 @@ class Case:
             row |= {f"{name}_{key}": value for key, value in self._settled(stepping(call)).items()}
         if self.options.pipeline:
             row |= self._whole_pipeline()
+        if row["mode"] in self.options.profile and self.device.type == "cuda":
+            row |= spent(stepping(self.call), row["ms"])
         if self.loras:
             try:
                 self.module.set_adapters([*self.loras[1:], "other"])
@@ -196,6 +199,12 @@ class Case:
             return self.pipe(**given, num_inference_steps=self.options.pipeline, output_type="pt")
 
         return {"pipeline_first_s": seconds(draw, self.device), "pipeline_s": seconds(draw, self.device)}
+
+
+def start_compiler(options: argparse.Namespace) -> None:
+    """Its first use in a process starts its workers, which no mode shall pay for."""
+    if options.compiler == "inductor":
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=options.device))
 
 
 def ours(module: torch.nn.Module) -> str | None:
@@ -243,9 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", type=every_mode, default=list(MODES), help=f"those, or more: {more}")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls a mode")
     parser.add_argument("--pipeline", type=int, default=0, metavar="STEPS", help="time a whole pipeline call, too")
+    parser.add_argument("--profile", type=every_mode, default=MODES[-1:], help="modes whose time is told by kind of kernel")
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile, for all that compile")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no mode after that time")
     options = parser.parse_args(argv)
+    start_compiler(options)
     results, start, rows, failed = Results(options.out, options.device), monotonic(), [], []
     for family in options.families:
         try:

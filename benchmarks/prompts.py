@@ -22,6 +22,7 @@ from diffgraph.prompts.buckets import PromptBuckets
 from diffgraph.values.compare import same_bits
 
 LENGTHS = (20, 40, 64, 70, 100, 130, 190, 200, 270, 330, 400, 520, 600, 726, 850, 1000)
+EQUAL = 200.0  # dB
 COLUMNS = {
     "family": "family",
     "shape": "shape",
@@ -35,6 +36,7 @@ COLUMNS = {
     "bit-equal": "equal",
     "eager, masked": "masked",
     "PSNR dB": "psnr",
+    "eager, masked dB": "masked_psnr",
 }
 
 
@@ -56,7 +58,7 @@ class Case:
         row |= {"length": length, "bucket": self._bucket(call), "ms": median(bucket_ms), "exact_ms": exact}
         row |= {"eager_ms": median(call_ms(call, 3, call.device)), "cost": 100 * (median(bucket_ms) / exact - 1)}
         row |= {"difference": _distance(found, eager), "equal": same_bits(found, eager), "masked": self._masked(call, eager)}
-        return row | {"psnr": self._psnr(length) if self.options.steps else None}
+        return row | (self._whole(length, row["bucket"]) if self.options.steps else {"psnr": None, "masked_psnr": None})
 
     def _given(self, length: int) -> dict[str, Any]:
         limit = {"max_sequence_length": 1024} if length > 512 else {}  # longer ones are cut at the pipelines' default
@@ -89,26 +91,32 @@ class Case:
         padded = {"encoder_hidden_states": rows(text, size, 1), "encoder_hidden_states_mask": rows(mask, size, 1)}
         return _distance(call.module(*call.args, **{**call.kwargs, **padded}), eager)
 
-    def _psnr(self, length: int) -> float:
-        """Of the final latents of a whole call, against eager's."""
-        want = self._latents(length)
+    def _whole(self, length: int, bucket: int) -> Row:
+        """How close a whole call's final latents are to eager's; and those of eager itself, its prompt padded under a mask."""
+        given, steps = self._given(length), self.options.steps
+        want = self._latents(given, steps)
         diffgraph.accelerate_pipeline(self.pipe)
         try:
-            self._latents(length)
-            return psnr(self._latents(length), want)
+            self._latents(given, 3)  # each call recorded, and verified
+            found = {"psnr": psnr(self._latents(given, steps), want), "steps": steps}
         finally:
             diffgraph.restore_pipeline(self.pipe)
             release()
+        if found["psnr"] == EQUAL:
+            return found | {"masked_psnr": None}
+        names = [name for name in given if name.endswith(("prompt_embeds", "prompt_embeds_mask"))]
+        padded = {name: rows(given[name], bucket, 1) for name in names if given[name].shape[1] == length}
+        return found | {"masked_psnr": psnr(self._latents(given | padded, steps), want)}
 
-    def _latents(self, length: int) -> torch.Tensor:
-        given = self._given(length)
-        return self.pipe(**given, num_inference_steps=self.options.steps, output_type="latent")[0]
+    def _latents(self, given: dict[str, Any], steps: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return self.pipe(**{**given, "generator": generator}, num_inference_steps=steps, output_type="latent")[0]
 
 
 def psnr(found: torch.Tensor, want: torch.Tensor) -> float:
-    """In dB, over the range of `want`; 200 where they are equal."""
+    """In dB, over the range of `want`; `EQUAL` where they are."""
     error = float((found.double() - want.double()).square().mean())
-    return 200.0 if error == 0 else 20 * log10(float(want.double().max() - want.double().min())) - 10 * log10(error)
+    return EQUAL if error == 0 else 20 * log10(float(want.double().max() - want.double().min())) - 10 * log10(error)
 
 
 def _distance(found: Any, want: Any) -> float:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import init_empty_weights
+from diffusers import ModelMixin
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -18,15 +19,16 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Model:
-    """`cls(**config)`, a diffusers model, with random weights that were never anywhere but on `device`.
+    """`cls(**config)`, a model of diffusers or transformers, with random weights that were never anywhere but on `device`.
 
     Parameters are born on the meta device, while buffers and tables that the constructor computes (RoPE, positions) are
     computed for real: `to_empty` on a whole meta model would leave garbage in them. `device="meta"`: shapes alone.
     """
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=str(device) == "meta"):
         model = cls(**config)
-    # As from_pretrained(torch_dtype=...) does: some parts stay in float32, non-persistent buffers keep their own dtype.
-    kept = set(model._keep_in_fp32_modules or ())
+    # As from_pretrained(torch_dtype=...) does: some parts of diffusers' models stay in float32 (of transformers' only beside
+    # float16), non-persistent buffers keep their own dtype.
+    kept = set(model._keep_in_fp32_modules or ()) if isinstance(model, ModelMixin) else set()
 
     def materialise(name: str, tensor: torch.Tensor) -> torch.Tensor:
         wanted = torch.float32 if kept & set(name.split(".")) else dtype

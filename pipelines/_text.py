@@ -1,6 +1,7 @@
-"""Tiny text encoders of the real classes, each with a tokenizer made in memory: (tokenizer, encoder) pairs.
+"""Text encoders of the real classes, each with a tokenizer made in memory: (tokenizer, encoder) pairs.
 
-Tokens are bytes or characters, so different prompts give different ids and a longer prompt more of them.
+Tokens are bytes or characters, so different prompts give different ids and a longer prompt more of them. Encoders are tiny, or
+as large as the published ones (`published`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transformers import (
     T5TokenizerFast,
 )
 
-from pipelines._parts import randomize
+from pipelines._parts import random_model, randomize
 
 Pair = tuple[PreTrainedTokenizerBase, PreTrainedModel]
 
@@ -39,11 +40,41 @@ TINY = {
 }
 TINY_DECODER = {**TINY, "num_key_value_heads": 2, "head_dim": 16}
 
+# config.json of openai/clip-vit-large-patch14's text model, google/t5-v1_1-xxl and Qwen/Qwen3-4B
+CLIP_L = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "projection_dim": 768,
+    "vocab_size": 49408,
+}
+T5_XXL = {"vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+QWEN3_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "layer_types": None,  # of the tiny one; made anew for these layers
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+
 
 def encoder(cls, config, seed: int) -> PreTrainedModel:
-    """A random text encoder. Its constructor draws from the global generator, which is left as it was."""
+    """A tiny random text encoder. Its constructor draws from the global generator, which is left as it was."""
     with torch.random.fork_rng(devices=[]):
         return randomize(cls(config), seed)
+
+
+def published(tiny: Pair, size: dict, device, dtype: torch.dtype, seed: int) -> Pair:
+    """A tiny pair's tokenizer, beside an encoder of its class and of `size`, with random weights on `device`."""
+    tokenizer, model = tiny
+    config = type(model.config).from_dict({**model.config.to_dict(), **size})
+    return tokenizer, random_model(lambda: type(model)(config), {}, device, dtype, seed)
 
 
 def numbered(*tokens: str) -> dict[str, int]:

@@ -32,6 +32,8 @@ SCHEDULER = {
     "shift": 3.0,
     "use_dynamic_shifting": True,
 }
+# scheduler/scheduler_config.json of black-forest-labs/FLUX.1-schnell
+SCHNELL = {**SCHEDULER, "shift": 1.0, "use_dynamic_shifting": False}
 
 TINY = {
     "num_layers": 2,
@@ -58,15 +60,27 @@ def tiny(seed: int = 0) -> FluxPipeline:
     )
 
 
-def full(device="cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> FluxPipeline:
+def full(
+    device="cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0, text: bool = False, schnell: bool = False
+) -> FluxPipeline:
+    """With `text`, its text encoders are there too and take prompts; without, prompt embeddings have to be given.
+    `schnell`: FLUX.1-schnell, of four steps, which takes no guidance."""
+    pairs = [(None, None), (None, None)]
+    if text:
+        pairs = [
+            _text.published(_text.clip(CLIPTextModel, seed), _text.CLIP_L, device, dtype, seed),
+            _text.published(_text.t5(T5EncoderModel, seed), _text.T5_XXL, device, dtype, seed),
+        ]
+    (tokenizer, text_encoder), (tokenizer_2, text_encoder_2) = pairs
+    denoiser = {**DENOISER, "guidance_embeds": not schnell}
     return FluxPipeline(
-        transformer=_parts.random_model(FluxTransformer2DModel, DENOISER, device, dtype, seed),
+        transformer=_parts.random_model(FluxTransformer2DModel, denoiser, device, dtype, seed),
         vae=_parts.random_model(AutoencoderKL, _vae.FLUX, device, dtype, seed),
-        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
+        scheduler=FlowMatchEulerDiscreteScheduler(**(SCHNELL if schnell else SCHEDULER)),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        text_encoder_2=text_encoder_2,
+        tokenizer_2=tokenizer_2,
     )
 
 

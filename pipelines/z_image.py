@@ -52,13 +52,17 @@ def tiny(seed: int = 0) -> ZImagePipeline:
     )
 
 
-def full(device="cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> ZImagePipeline:
+def full(device="cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0, text: bool = False) -> ZImagePipeline:
+    """With `text`, its text encoder is there too, of 4B, and takes prompts; without, prompt embeddings have to be given."""
+    tokenizer, text_encoder = None, None
+    if text:
+        tokenizer, text_encoder = _text.published(_text.qwen3(seed), _text.QWEN3_4B, device, dtype, seed)
     return ZImagePipeline(
         transformer=_parts.random_model(ZImageTransformer2DModel, DENOISER, device, dtype, seed),
         vae=_parts.random_model(AutoencoderKL, _vae.FLUX, device, dtype, seed),
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        text_encoder=None,
-        tokenizer=None,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
     )
 
 

@@ -1,0 +1,161 @@
+"""A distilled pipeline from a text to a picture, text encoders and VAE included: eager, the denoiser recorded, every component
+recorded, and with compiled blocks beside. One row a family and mode.
+
+Few steps leave the text encoders and the VAE a large share of the call. Figures to reach on one H200: Z-Image-Turbo, 8 steps,
+1.8x; FLUX.1-schnell, 4 steps, 1.5x.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+
+import diffgraph
+from benchmarks import _cli
+from benchmarks._calls import difference, is_finite, relative_difference
+from benchmarks._measure import MIB, release, seconds
+from benchmarks._results import Results, Row
+
+#: What makes the family's pipeline the distilled one, where that is built at full size, and how it is called.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "z_image": ({}, {"num_inference_steps": 8, "guidance_scale": 0.0}),
+    "flux": ({"schnell": True}, {"num_inference_steps": 4, "max_sequence_length": 256}),
+}
+PROMPT = "a red cat asleep on a chair beside the window, in the rain"
+EVERY = "every component"
+#: Options of each mode; `None`: not accelerated.
+MODES: dict[str, dict[str, Any] | None] = {
+    "eager": None,
+    "denoiser": {},
+    EVERY: {"components": ...},
+    f"{EVERY}, compiled": {"components": ..., "compile_blocks": True},
+}
+WARM_UP = 3  # calls: run eager, recorded, verified
+COLUMNS = {
+    "family": "family",
+    "shape": "shape",
+    "steps": "steps",
+    "mode": "mode",
+    "s": "s",
+    "x eager": "ratio",
+    "first calls s": "first_s",
+    "segments": "segments",
+    "pool MiB": "pool_mib",
+    "rel. diff": "relative_diff",
+    "bit-equal": "equal",
+    "": "note",
+}
+
+
+class Case:
+    """One family's pipeline at one size."""
+
+    def __init__(self, pipe: Any, family: str, options: argparse.Namespace) -> None:
+        self.pipe, self.options = pipe, options
+        self.given = FAMILIES[family][1]
+        self.device = torch.device(pipe.device)
+        shape = f"{options.size_px}x{options.size_px}"
+        dtype = str(pipe.transformer.dtype)[6:]
+        self.about = {
+            "what": "few steps",
+            "family": family,
+            "shape": shape,
+            "steps": self.given["num_inference_steps"],
+            "dtype": dtype,
+        }
+
+    def draw(self, seed: int = 0) -> torch.Tensor:
+        size = {"height": self.options.size_px, "width": self.options.size_px}
+        return self.pipe(PROMPT, **size, **self.given, generator=torch.Generator().manual_seed(seed), output_type="pt")[0]
+
+    def rows(self) -> Iterator[Row]:
+        expected = self.draw(1)
+        for mode in ("eager", *(mode for mode in self.options.modes if mode != "eager")):
+            with _accelerated(self.pipe, MODES[mode]):
+                row = {**self.about, "mode": mode, **dict.fromkeys(("submit_ms", "segments", "capture_s", "pool_mib", "note"))}
+                row["first_s"] = sum(seconds(self.draw, self.device) for _ in range(WARM_UP))
+                before = _not_replayed(self.pipe)
+                row["s"] = median(seconds(self.draw, self.device) for _ in range(self.options.repeats))
+                found = self.draw(1)
+                row |= {"ms": row["s"] * 1e3, **difference(found, expected)}
+                row |= {"relative_diff": relative_difference(found, expected)}
+                if MODES[mode] is not None:
+                    row |= _recorded(self.pipe, before)
+            if mode == "eager":
+                eager_s = row["s"]
+            if not is_finite(expected):
+                row["note"] = "the picture is not finite"
+            yield row | {"ratio": eager_s / row["s"]}
+            release()
+
+
+@contextmanager
+def _accelerated(pipe: Any, options: dict[str, Any] | None) -> Iterator[None]:
+    if options is None:
+        yield
+        return
+    modules = tuple(name for name, part in pipe.components.items() if isinstance(part, torch.nn.Module))
+    diffgraph.accelerate_pipeline(pipe, **{name: modules if value is ... else value for name, value in options.items()})
+    try:
+        yield
+    finally:
+        diffgraph.restore_pipeline(pipe)
+
+
+def _not_replayed(pipe: Any) -> int:
+    try:
+        report = diffgraph.report(pipe)
+    except diffgraph.DiffgraphError:  # not accelerated
+        return 0
+    return report.eager + report.captures
+
+
+def _recorded(pipe: Any, before: int) -> Row:
+    report = diffgraph.report(pipe)
+    missed = _not_replayed(pipe) - before
+    notes = [f"{missed} calls were not replays: {report.reasons}"] if missed else []
+    notes += sorted({f"not compiled: {s.uncompiled}" for s in report.signatures if s.uncompiled})
+    recorded = {"segments": sum(s.segments for s in report.signatures), "pool_mib": report.memory_bytes / MIB}
+    return {**recorded, "note": "; ".join(notes) or None}
+
+
+def build(family: str, options: argparse.Namespace) -> Any:
+    more = {"text": True, **FAMILIES[family][0]} if options.size == "full" else {}
+    return _cli.build(family, options, **more)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _cli.parser(__doc__)
+    parser.add_argument("--families", type=_cli.some_of(tuple(FAMILIES)), default=list(FAMILIES))
+    parser.add_argument("--size-px", type=int, default=512, help="height and width of the picture")
+    parser.add_argument("--modes", type=_modes, default=list(MODES), help="separated by ;")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no family after that time")
+    options = parser.parse_args(argv)
+    results = Results(options.out, options.device)
+    rows, failed = _cli.measure_families(options, family_rows, results)
+    if rows:
+        print(results.table(rows, COLUMNS))
+    return 1 if failed else 0
+
+
+def family_rows(family: str, options: argparse.Namespace) -> Iterator[list[Row]]:
+    for row in Case(build(family, options), family, options).rows():
+        yield [row]
+
+
+def _modes(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(";")]
+    if unknown := [word for word in words if word not in MODES]:
+        raise argparse.ArgumentTypeError(f"{'; '.join(unknown)}; accepted: {'; '.join(MODES)}")
+    return words
+
+
+if __name__ == "__main__":
+    sys.exit(main())
