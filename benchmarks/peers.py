@@ -159,9 +159,9 @@ class Case:
             row["peak_mib"] = (torch.cuda.max_memory_reserved() - reserved) / MIB
         if not row["mode"].startswith(("eager", "torch.compile")):
             row["note"] = ours(self.module)
-        for name, call in self.later.items():
+        for name, call in self.later.items() if row["mode"] in self.options.later_in else ():
             row |= {f"{name}_{key}": value for key, value in self._settled(stepping(call)).items()}
-        if self.options.pipeline:
+        if self.options.pipeline and row["mode"] in self.options.later_in:
             row |= self._whole_pipeline()
         if row["mode"] in self.options.profile and self.device.type == "cuda":
             row |= spent(stepping(self.call), row["ms"])
@@ -250,6 +250,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--later", type=_cli.some_of(LATER), default=list(LATER), help="what comes next; '': nothing")
     every_mode, more = _cli.some_of((*MODES, *MORE_MODES)), ", ".join(MORE_MODES)
     parser.add_argument("--modes", type=every_mode, default=list(MODES), help=f"those, or more: {more}")
+    parser.add_argument(
+        "--later-in", type=every_mode, default=list(MODES), help="modes in which it comes, and that draw whole pictures"
+    )
     parser.add_argument("--repeats", type=int, default=15, help="timed calls a mode")
     parser.add_argument("--pipeline", type=int, default=0, metavar="STEPS", help="time a whole pipeline call, too")
     parser.add_argument("--profile", type=every_mode, default=MODES[-1:], help="modes whose time is told by kind of kernel")

@@ -49,16 +49,28 @@ class Case:
 
     def row(self, length: int) -> Row:
         call = DenoiserCall.first(self.pipe, self._given(length))
+        row = {
+            "what": "prompt" if self.options.repeats else "prompt, whole call",
+            "family": self.family,
+            "shape": f"{self.shape}@prompt={length}",
+            "mode": "breakable",
+        }
+        row |= {"length": length, "bucket": self._bucket(call), "psnr": None, "masked_psnr": None}
+        if self.options.repeats:
+            row |= self._one_call(call)
+        if self.options.steps:
+            row |= self._whole(length, row["bucket"])
+        return row
+
+    def _one_call(self, call: DenoiserCall) -> Row:
         eager = call()
         exact_ms, _ = self._measured(call, None)
         bucket_ms, found = self._measured(call, "auto")
         again_ms, _ = self._measured(call, None)
         exact = median([*exact_ms, *again_ms])
-        row = {"what": "prompt", "family": self.family, "shape": f"{self.shape}@prompt={length}", "mode": "breakable"}
-        row |= {"length": length, "bucket": self._bucket(call), "ms": median(bucket_ms), "exact_ms": exact}
-        row |= {"eager_ms": median(call_ms(call, 3, call.device)), "cost": 100 * (median(bucket_ms) / exact - 1)}
-        row |= {"difference": _distance(found, eager), "equal": same_bits(found, eager), "masked": self._masked(call, eager)}
-        return row | (self._whole(length, row["bucket"]) if self.options.steps else {"psnr": None, "masked_psnr": None})
+        row = {"ms": median(bucket_ms), "exact_ms": exact, "cost": 100 * (median(bucket_ms) / exact - 1)}
+        row |= {"eager_ms": median(call_ms(call, 3, call.device)), "masked": self._masked(call, eager)}
+        return row | {"difference": _distance(found, eager), "equal": same_bits(found, eager)}
 
     def _given(self, length: int) -> dict[str, Any]:
         limit = {"max_sequence_length": 1024} if length > 512 else {}  # longer ones are cut at the pipelines' default
@@ -129,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--families", type=_cli.families, default=["qwen_image"])
     parser.add_argument("--shape", help="default: 512x512, tiny 64x64")
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in _cli.words(text)], default=list(LENGTHS))
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="timed calls; 0: compare whole calls alone")
     parser.add_argument("--steps", type=int, default=0, help="compare whole calls of so many steps, too")
     options = parser.parse_args(argv)
     results, rows = Results(options.out, options.device), []
