@@ -1,8 +1,8 @@
 """One fine-tuning step of a LoRA: eager, recorded whole, and with the module's forward and backward recorded alone (`module`).
 
-One row a family, shape and mode, and whether `--curve` steps give eager's loss curve, to the bit, with kernels that add in a
-fixed order. Figures to reach on one H200, LoRA of rank 16 on attention, batch 1: SD3.5-medium 512x512 2.2x, Wan-1.3B 480x832x1
-3x, Z-Image 512x512 1.8x; `module` within 15 % of `recorded`.
+One row a family, shape and mode; and one more on whether `--curve` steps give eager's loss curve, to the bit, with kernels that
+add in a fixed order. Figures to reach on one H200, LoRA of rank 16 on attention, batch 1: SD3.5-medium 512x512 2.2x, Wan-1.3B
+480x832x1 3x, Z-Image 512x512 1.8x; `module` within 15 % of `recorded`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ MODES = ("eager", "recorded", "module")
 FAMILIES = ("sd3", "wan", "z_image")
 WARM_UP = 5  # eager, eager, captured, verified, replayed
 COLUMNS = {
+    "what": "what",
     "family": "family",
     "shape": "shape",
     "mode": "mode",
@@ -39,8 +40,10 @@ COLUMNS = {
     "capture s": "capture_s",
     "pool MiB": "pool_mib",
     "peak MiB": "peak_mib",
+    "steps": "steps",
+    "replays": "replays",
     "max |loss diff|": "max_abs_diff",
-    "curve equal": "equal",
+    "bit-equal": "equal",
     "": "note",
 }
 
@@ -54,11 +57,16 @@ class Case:
         self.trainer, self.batch, self.options = trainer, batch, options
         self.device = trainer.parameters[0].device
         self.start = [p.detach().clone() for p in trainer.parameters]
-        dtype = str(next(trainer.denoiser.parameters()).dtype)[6:]
+        dtype = str(trainer.denoiser.dtype)[6:]
         self.about = {"what": "finetuning", "family": family, "shape": shape, "dtype": dtype, "rank": options.rank}
 
     def rows(self, modes: Sequence[str]) -> list[Row]:
-        rows = {mode: self._blank(mode) for mode in modes}
+        timed = self._timed(modes) if self.options.repeats else []
+        return timed + (self._curves(modes) if self.options.curve else [])
+
+    def _timed(self, modes: Sequence[str]) -> list[Row]:
+        measured = ("ms", "submit_ms", "segments", "breaks", "capture_s", "pool_mib", "peak_mib", "max_abs_diff", "equal", "note")
+        rows: dict[str, Row] = {mode: {**self.about, "mode": mode, **dict.fromkeys(measured)} for mode in modes}
         times: dict[str, tuple[list[float], list[float]]] = {mode: ([], []) for mode in modes}
         for mode in (*modes, *reversed(modes)):
             with self._recorded(mode) as (step, report):
@@ -69,12 +77,7 @@ class Case:
         eager = rows.get("eager", {}).get("ms")
         for row in rows.values():
             row["ratio"] = eager / row["ms"] if eager and row["ms"] else None
-        self._compare_curves(rows)
         return list(rows.values())
-
-    def _blank(self, mode: str) -> Row:
-        measured = ("ms", "submit_ms", "segments", "breaks", "capture_s", "pool_mib", "peak_mib", "max_abs_diff", "equal", "note")
-        return {**self.about, "mode": mode, **dict.fromkeys(measured)}
 
     @contextmanager
     def _recorded(self, mode: str) -> Iterator[tuple[Callable[[], Any], Callable[[], diffgraph.Report] | None]]:
@@ -131,23 +134,28 @@ class Case:
         times[0].extend(calls)
         times[1].extend(submits)
 
-    def _compare_curves(self, rows: dict[str, Row]) -> None:
-        was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    def _curves(self, modes: Sequence[str]) -> list[Row]:
+        """Losses beside those of a second eager run: where that has other bits, kernels are none of a fixed order."""
+        was = torch.get_deterministic_debug_mode()
+        torch.use_deterministic_algorithms(True)
         try:
-            curves = {mode: self._curve(mode) for mode in rows}
+            eager, _ = self._curve("eager")
+            return [self._beside(eager, mode, *self._curve(mode)) for mode in modes]
         finally:
-            torch.use_deterministic_algorithms(was[0], warn_only=was[1])
-        for mode, curve in curves.items():
-            if "eager" in curves:
-                difference = (curve - curves["eager"]).abs().max().item()
-                rows[mode] |= {"max_abs_diff": difference, "equal": torch.equal(curve, curves["eager"]), "steps": len(curve)}
-            if not curve.isfinite().all():
-                rows[mode]["note"] = "losses are not finite"
+            torch.set_deterministic_debug_mode(was)
 
-    def _curve(self, mode: str) -> torch.Tensor:
-        with self._recorded(mode) as (step, _):
-            return torch.stack([step() for _ in range(self.options.curve)]).cpu()
+    def _beside(self, eager: torch.Tensor, mode: str, curve: torch.Tensor, replays: int) -> Row:
+        row = {**self.about, "what": "finetuning curve", "mode": mode, "steps": len(curve), "replays": replays, "note": None}
+        row |= dict.fromkeys(("ms", "submit_ms", "segments", "capture_s", "pool_mib"))
+        row |= {"max_abs_diff": (curve - eager).abs().max().item(), "equal": torch.equal(curve, eager)}
+        if not curve.isfinite().all():
+            row |= {"max_abs_diff": None, "note": "losses are not finite"}
+        return row
+
+    def _curve(self, mode: str) -> tuple[torch.Tensor, int]:
+        """The losses, and how many steps were replays."""
+        with self._recorded(mode) as (step, report):
+            return torch.stack([step() for _ in range(self.options.curve)]).cpu(), report().replays if report else 0
 
 
 def family_rows(family: str, options: argparse.Namespace) -> Iterator[list[Row]]:
@@ -176,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", type=_cli.some_of(MODES), default=list(MODES))
     parser.add_argument("--rank", type=int, default=finetune.RANK, help="of the LoRA")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps a mode, at least")
-    parser.add_argument("--curve", type=int, default=100, help="steps whose losses are compared")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps a mode, at least; 0: none")
+    parser.add_argument("--curve", type=int, default=100, help="steps whose losses are compared; 0: none")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no family after that time")
     options = parser.parse_args(argv)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that cuBLAS can be deterministic; read once

@@ -107,12 +107,15 @@ def test_a_table_aligns_text_left_and_numbers_right():
 
 def test_a_training_step_is_measured_in_every_mode(tmp_path):
     rows = run(finetuning, tmp_path / "cpu.json", "--families", "sd3", "--shapes", "16x16", "--repeats", "2", "--curve", "6")
-    assert [row["mode"] for row in rows] == list(finetuning.MODES)
-    for row in rows:
+    assert [row["mode"] for row in rows] == [*finetuning.MODES, *finetuning.MODES]
+    for row in rows[:3]:
         assert row.keys() >= COLUMNS and row["ms"] > 0 and row["ratio"] > 0 and row["note"] is None
-        assert row["max_abs_diff"] == 0 and row["equal"] is True
         if row["mode"] != "eager":
             assert row["capture_s"] > 0 and row["pool_mib"] > 0 and row["segments"] > 0
+    for row in rows[3:]:
+        assert row["what"] == "finetuning curve" and row["steps"] == 6 and row["note"] is None
+        assert row["max_abs_diff"] == 0 and row["equal"] is True
+        assert (row["replays"] > 0) == (row["mode"] != "eager")
 
 
 def test_peers_are_measured_side_by_side_and_drawn(tmp_path, monkeypatch):

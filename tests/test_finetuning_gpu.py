@@ -34,7 +34,7 @@ DEVICE = "cuda"
 
 @pytest.fixture(autouse=True)
 def fixed_order():
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -16,7 +16,7 @@ from diffgraph.engine.current import RECORDING, foreign_capture, intercepted, op
 from diffgraph.errors import CaptureWarning
 from diffgraph.finetuning.pair import Pair, as_new_leaves
 from diffgraph.finetuning.state import TrainingState
-from diffgraph.finetuning.verification import is_close
+from diffgraph.finetuning.verification import has_fixed_order, is_close
 from diffgraph.options import Options
 from diffgraph.reasons import Reason, Refused
 from diffgraph.recording.side_effects import drawn_in_python
@@ -222,8 +222,7 @@ def _is_like_eager(pair: Pair, call: Call, module: torch.nn.Module, forward: Cal
             found = torch.autograd.grad(wanting, [*pair.wanting_inputs(alone), *leaves], incoming, allow_unused=True)
     finally:
         undo()
-    exact = pair.pool.runs_while_recording or torch.are_deterministic_algorithms_enabled()
-    return (same_bits if exact else is_close)((tensors, gradients), (wanted, list(found)))
+    return (same_bits if has_fixed_order(pair.pool) else is_close)((tensors, gradients), (wanted, list(found)))
 
 
 def _without_history(call: Call) -> Call:

@@ -145,7 +145,7 @@ def _mode(device: torch.device) -> tuple[Any, ...]:
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         torch.get_default_dtype(),
         _float32_precision(),
-        torch.are_deterministic_algorithms_enabled(),
+        torch.get_deterministic_debug_mode(),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.benchmark,
         torch.backends.cudnn.deterministic,
