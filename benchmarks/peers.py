@@ -79,7 +79,7 @@ def mode_of(module: Any, mode: str, compiler: str) -> Iterator[None]:
             if kind == "torch.compile":
                 compiled = repeated_blocks(module) if how == "regional" else [module]
                 for part in compiled:
-                    part.compile(backend=compiler, mode=None if how in ("", "regional") else how)
+                    part.compile(backend=compiler, mode=how if compiler == "inductor" and how not in ("", "regional") else None)
             elif kind != "eager":
                 backend, _, compile_blocks = kind.partition("+")
                 given = {"backend": compiler} | ({"dynamic": False} if how == "static" else {"mode": how} if how else {})
@@ -266,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in family_rows(family, options, lambda: options.budget is None or monotonic() - start < options.budget):
                 results.add([row])
                 rows.append(row)
-                print(f"{family} {row['shape']} {row['mode']}: {row['ms']} ms after {monotonic() - start:.0f} s", file=sys.stderr)
+                took = "failed" if row["ms"] is None else f"{row['ms']:.2f} ms"
+                print(f"{family} {row['shape']} {row['mode']}: {took} after {monotonic() - start:.0f} s", file=sys.stderr)
         except Exception:  # the next family may still be measured in the time that a GPU is lent for
             traceback.print_exc()
             failed.append(family)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.prompts import EQUAL
 from diffgraph.reasons import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,9 +30,12 @@ NAMES = {
 }
 
 
+FEW_STEPS = {"z_image": "Z-Image-Turbo", "flux": "FLUX.1-schnell"}
+
 #: What stands where figures will, once they are measured.
 NOT_YET = {
     "peers": "`compile_blocks` beside `torch.compile` in its modes: not measured yet (`python -m benchmarks.peers`).",
+    "few steps": "Few-step pipelines from a text to a picture: not measured yet (`python -m benchmarks.few_steps`).",
     "parallel": "Not measured on GPUs yet: what is told here was tried with two processes on the CPU device.",
     "finetuning": "Not measured on a GPU yet: what is told here was tried on the CPU device.",
     "prompts": "Not measured yet.",
@@ -45,6 +49,7 @@ def filled(text: str) -> str:
     blocks = {
         "benchmarks": measured,
         "peers": peers,
+        "few steps": few_steps,
         "prompts": prompts,
         "reliability": reliability,
         "reasons": reasons,
@@ -65,8 +70,8 @@ def reasons() -> str:
 
 def prompts() -> str:
     """What buckets cost and change, measured."""
-    data, rows = read(RESULTS)
-    rows = sorted((r for r in rows.values() if r["what"] == "prompt"), key=lambda r: r["length"])
+    data, every = read(RESULTS)
+    rows = sorted((r for r in every.values() if r["what"] == "prompt"), key=lambda r: r["length"])
     if not rows:
         return ""
     exact = [r for r in rows if r["equal"]]
@@ -76,26 +81,43 @@ def prompts() -> str:
         f"rows: a bucket costs {_span(r['cost'] for r in rows)} % of a call over the exact length. {len(exact)} of {len(rows)} "
         f"lengths have eager's bits; the relative difference of the others: {others or 'none'}. (Padded under a mask, as "
         f"pipelines pad, eager itself moves by {_span((r['masked'] for r in rows if r['masked']), 3)}.)"
-    )
+    ) + _whole_prompts(list(every.values()))
+
+
+def _whole_prompts(rows: list[dict[str, Any]]) -> str:
+    """How close whole calls come, measured."""
+    whole = sorted((r for r in rows if r["what"] == "prompt, whole call"), key=lambda r: r["length"])
+    if not whole:
+        return ""
+    apart = [r for r in whole if r["psnr"] < EQUAL]
+    same = ", ".join(str(r["length"]) for r in whole if r not in apart)
+    others = "".join(f"; {r['length']}: PSNR {r['psnr']:.1f} dB (eager's own, masked: {r['masked_psnr']:.1f})" for r in apart)
+    steps = whole[0]["steps"]
+    return f" The final latents of whole calls, {steps} steps with true CFG: eager's bits with prompts of {same}{others}."
 
 
 def finetuning() -> str:
     """Training steps, measured; nothing where none were."""
     data, rows = read(RESULTS)
     found = {(family, shape, mode): row for (what, family, shape, mode), row in rows.items() if what == "finetuning"}
+    curves = [row for row in rows.values() if row["what"] == "finetuning curve" and row["mode"] != "eager"]
     lines = [
-        f"Measured on {data['machine']}, one training step of a LoRA on the attention of bf16 models, batch 1:",
+        f"Measured on {data['machine']}, torch {data['versions']['torch']}: one training step of a LoRA of rank 16 on the "
+        "attention of bf16 models, batch 1, fused AdamW. Last column: both beside eager under deterministic kernels.",
         "",
-        "| model | shape | eager ms | the step recorded ms | | the module recorded ms | | pool MiB |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        "| model | shape | eager ms | the step recorded ms | | the module recorded ms | | pool MiB | loss curve |",
+        "|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for (family, shape, mode), eager in found.items():
         if mode == "eager":
             step, module = (found[family, shape, mode] for mode in ("recorded", "module"))
+            drawn = [row for row in curves if (row["family"], row["shape"]) == (family, shape)]
+            same = "to the bit" if all(row["equal"] for row in drawn) else "NOT equal"
+            curve = f"{drawn[0]['steps']} steps, {same}" if drawn else "–"
             lines.append(
                 f"| {NAMES[family]} | {shape.replace('x', '×')} | {eager['ms']:.1f} | "
                 f"{step['ms']:.1f} | **{step['ratio']:.2f}x** | "
-                f"{module['ms']:.1f} | {module['ratio']:.2f}x | {step['pool_mib']:.0f} |"
+                f"{module['ms']:.1f} | {module['ratio']:.2f}x | {step['pool_mib']:.0f} | {curve} |"
             )
     return "\n".join(lines) if found else ""
 
@@ -192,7 +214,10 @@ def parallel() -> str:
         "| model | shape | what | | ms | |",
         "|---|---|---|---|--:|--:|",
     ]
-    for (what, family, shape, mode), row in rows.items():
+    order = list(NAMES)
+    for (what, family, shape, mode), row in sorted(
+        rows.items(), key=lambda item: (order.index(item[0][1]), item[0][2], item[0][0])
+    ):
         eager = alone.get((what, family, shape))
         if what == "parallel soak" or eager is None:
             continue
@@ -221,6 +246,8 @@ def peers() -> str:
     ]
     for with_what in sorted(tables):
         lines += ["", *([f"With {with_what}:", ""] if with_what else []), *_peers(tables[with_what])]
+    plain = tables.get("", [])
+    lines += ["", *_later(plain), *_where_time_goes(plain), *_whole_calls(plain)]
     if (ROOT / CHART).exists():
         lines += ["", f"![Milliseconds a call and seconds to build of each mode]({CHART})"]
     return "\n".join(lines)
@@ -236,6 +263,65 @@ def _peers(found: list[dict[str, Any]]) -> list[str]:
         floor_ms = next(iter(own.values()))["floor_ms"]
         lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {' | '.join(cells)} | {floor_ms:.1f} |")
     return lines
+
+
+def _later(found: list[dict[str, Any]]) -> list[str]:
+    """What a second size and a second prompt length cost when they first come."""
+    cells = []
+    for mode in ("breakable", "breakable+compile", "torch.compile:regional"):
+        lost = [row[key] for row in found if row["mode"] == mode for key in ("size_s", "prompt_s") if row.get(key) is not None]
+        cells += [f"`{mode}` {_span(lost)} s"] if lost else []
+    return [f"- A second size, or prompt length, costs when it first comes: {', '.join(cells)}."] if cells else []
+
+
+def _where_time_goes(found: list[dict[str, Any]]) -> list[str]:
+    """Of the fastest mode of ours, by kind of kernel."""
+    lines = []
+    for row in (row for row in found if row.get("idle_ms") is not None):
+        rest = [r for r in found if (r["family"], r["shape"]) == (row["family"], row["shape"]) and r["ms"]]
+        best = min(rest, key=lambda r: r["ms"])
+        short = "" if best is row else f", {row['ms'] / best['ms'] - 1:.0%} behind `{best['mode']}`"
+        parts = (
+            ("matrix products", "matrix"),
+            ("attention", "attention"),
+            ("other kernels", "other"),
+            ("gaps at breaks", "idle"),
+        )
+        told = ", ".join(f"{name} {row[f'{key}_ms']:.1f}" for name, key in parts)
+        lines.append(f"- {NAMES[row['family']]}, `{row['mode']}`{short}: of {row['ms']:.1f} ms, {told}.")
+    return lines
+
+
+def _whole_calls(found: list[dict[str, Any]]) -> list[str]:
+    """Whole pipeline calls, where they were timed too."""
+    eager = {(r["family"], r["shape"]): r["pipeline_s"] for r in found if r["mode"] == "eager" and r.get("pipeline_s")}
+    lines = []
+    for place, s in eager.items():
+        rows = [r for r in found if (r["family"], r["shape"]) == place and r.get("pipeline_s") and r["mode"] != "eager"]
+        told = [f"`{r['mode']}` {r['pipeline_s']:.2f} s (**{s / r['pipeline_s']:.2f}x**)" for r in rows]
+        lines.append(f"- The whole pipeline, {NAMES[place[0]]} {place[1].replace('x', '×')}: eager {s:.2f} s, {', '.join(told)}.")
+    return lines
+
+
+def few_steps() -> str:
+    """Distilled pipelines from a text to a picture, measured."""
+    data, rows = read(RESULTS)
+    found = [row for row in rows.values() if row["what"] == "few steps"]
+    lines = [
+        f"From a text to a picture on {data['machine']}, text encoders and VAE of published size with random weights, 512×512, "
+        "bf16; in brackets the gain over eager, and whether the picture has eager's bits:",
+        "",
+        "| pipeline | eager s | the denoiser recorded | every component | every component, compiled |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for family in dict.fromkeys(row["family"] for row in found):
+        own = {row["mode"]: row for row in found if row["family"] == family}
+        cells = [
+            f"{r['s']:.3f} ({r['ratio']:.2f}x, {'equal' if r['equal'] else 'rounds'})" for m, r in own.items() if m != "eager"
+        ]
+        name = f"{FEW_STEPS[family]}, {own['eager']['steps']} steps"
+        lines.append(f"| {name} | {own['eager']['s']:.3f} | {' | '.join(cells)} |")
+    return "\n".join(lines) if found else ""
 
 
 def _peer(row: dict[str, Any] | None, fastest: float | None) -> str:

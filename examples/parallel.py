@@ -25,9 +25,11 @@ def create(load: Callable[[], Any] = load, shapes: Sequence[str] = ("1024x1024",
     return diffgraph.accelerate_pipeline(pipe, capture_shapes=list(shapes))
 
 
-def main(prompt: str) -> None:
-    if "LOCAL_RANK" not in os.environ or torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
-        sys.exit("start this with torchrun, on a machine with a GPU for each process")
+def main(prompt: str = "a red cat") -> None:
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("start this with torchrun: torchrun --nproc-per-node 2 -m examples.parallel 'a red cat'")
+    if torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
+        sys.exit(f"each process needs a GPU: {os.environ['LOCAL_WORLD_SIZE']} processes, {torch.cuda.device_count()} GPUs")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     pipe = create()
@@ -41,4 +43,4 @@ def main(prompt: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

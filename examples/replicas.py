@@ -67,12 +67,13 @@ class Replica:
 @serve.ingress(app)
 class Front:
     def __init__(self, replicas: DeploymentHandle, shapes: Sequence[str]) -> None:
-        self.replicas, self.shapes = replicas, shapes
+        self.replicas = replicas
+        self.shapes = {shape.partition("@")[0]: shape for shape in shapes}  # by size, as requests name them
 
     @app.post("/pictures")
     async def picture(self, request: Request) -> Response:
-        shape = f"{request.height}x{request.width}"  # any other than those on offer runs eager, anywhere
-        replicas = self.replicas.options(multiplexed_model_id=shape) if shape in self.shapes else self.replicas
+        shape = self.shapes.get(f"{request.height}x{request.width}")  # any other than those on offer runs eager, anywhere
+        replicas = self.replicas.options(multiplexed_model_id=shape) if shape else self.replicas
         for _ in range(TRIES):
             try:
                 return Response(await replicas.draw.remote(request), media_type="image/png")

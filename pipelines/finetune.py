@@ -203,10 +203,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", metavar="FOLDER", help="where to write the LoRA")
     options = parser.parse_args(argv)
     rank, device = _processes()
+    try:
+        for shape in options.shapes or ():
+            diffgraph.CaptureShape.parse(shape)
+    except diffgraph.ShapeError as error:
+        parser.error(str(error))
+    for name in ("steps", "accumulate", "rank"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; accepted: 1 or more")
+    if options.size == "full" and device == "cpu":
+        parser.error("--size full needs a GPU; accepted here: tiny, a hub id or a folder")
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
 
-    pipe = pipelines.build(options.family, options.size, **({"device": device} if options.size == "full" else {}))
+    try:
+        pipe = pipelines.build(options.family, options.size, **({"device": device} if options.size == "full" else {}))
+    except (OSError, ValueError) as error:  # no such id or folder
+        parser.error(f"--size {options.size} cannot be loaded: {str(error).partition(chr(10))[0]}")
     pipe = pipe if options.size == "full" else pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
     tiny = ["64x64x1", "64x96x1"] if options.family == "wan" else ["64x64", "64x96"]
@@ -220,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for mode in ("eager", "recorded") if options.mode == "both" else (options.mode,):
         trainer = start_over(trainer, weights)
         told = print if rank == 0 else (lambda _: None)
+        if mode == "recorded" and device == "cpu":
+            told("recorded on the CPU device, which is for tests: the same losses, and no gain")
         results.append(train(trainer, batches, options.steps, recorded=mode == "recorded", seed=rank, told=told))
         if results[-1].report is not None:
             told(str(results[-1].report))

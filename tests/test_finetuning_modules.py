@@ -520,3 +520,25 @@ def test_layers_that_python_drops_are_dropped_each_time(seed):
         return found
 
     assert losses(True) == losses(False)
+
+
+def test_a_buffer_that_backward_reads_is_not_to_be_written_before_it():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+            self.register_buffer("scale", torch.ones(8))
+
+        def forward(self, x):
+            return self.layer(x) * self.scale
+
+    for recorded in (False, True):
+        net = Scaled()
+        if recorded:
+            diffgraph.accelerate_module(net, training=True)
+        for _ in range(5):
+            net(torch.ones(4, 8)).sum().backward()
+        loss = net(torch.ones(4, 8)).sum()
+        net.scale.mul_(100)
+        with pytest.raises(RuntimeError, match=r"inplace operation|changed in place"):
+            loss.backward()

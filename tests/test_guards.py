@@ -1,6 +1,7 @@
 """State that a call's arguments do not show, and forwards that do more than compute: the result is eager's, to the bit."""
 
 import copy
+import gc
 import random
 import warnings
 from collections import OrderedDict, deque
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from _toys import SETTLED, accelerated, call, calls, eager, settle
+from _toys import SETTLED, Net, accelerated, call, calls, eager, settle
 from diffusers.configuration_utils import FrozenDict
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffgraph
+from diffgraph import Reason
 from diffgraph.guards import Fingerprint
 from diffgraph.routing.installed import runners
 from diffgraph.values.compare import same_bits
@@ -819,3 +821,27 @@ def test_a_generator_of_the_models_own_is_not_baked(made):
     x = torch.ones(4, 8)
     with torch.no_grad():
         assert [module(x).sum().item() for _ in range(16)] == [plain(x).sum().item() for _ in range(16)]
+
+
+@pytest.mark.parametrize("tensor", [lambda m: m.layer.weight, lambda m: m.shift], ids=["weight", "attribute"])
+def test_other_memory_at_the_same_address_is_other_memory(tensor, monkeypatch):
+    """As after `pipe.to("cpu").to("cuda", memory_format=torch.channels_last)`: the allocator gives out the same addresses."""
+    module = Net()
+    module.shift = torch.zeros(8)
+    monkeypatch.setattr("diffgraph.guards.fingerprint.addresses", lambda tensors: [0 for _ in tensors])
+    fingerprint = Fingerprint(module)
+    with torch.no_grad():
+        assert fingerprint.change() is None
+        tensor(module).data = tensor(module).clone()
+    assert fingerprint.change() in (Reason.WEIGHTS_CHANGED, Reason.ATTRIBUTES_CHANGED)
+
+
+def test_memory_that_is_written_or_seen_by_others_is_not_given_back():
+    module = torch.nn.Linear(8, 8)
+    fingerprint = Fingerprint(module)
+    with torch.no_grad():
+        module.weight.add_(1)
+        view = module.weight.view(-1).detach()
+    del view
+    gc.collect()
+    assert fingerprint.change() is None

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def intercepted() -> bool:
     """Whether somebody sees, and may change, what torch is asked to do: a replay would pass them by."""
     transform = torch._C._functorch.peek_interpreter_stack()  # type: ignore[attr-defined]  # of `torch.func`
     if torch._C._len_torch_dispatch_stack() > 0 or transform is not None:
+        return True
+    if parametrize._cache_enabled:  # a recording would read what others have computed of weights, or leave it what it computed
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
     if torch.autograd.forward_ad._current_level >= 0 or hooks is not None:

@@ -1,7 +1,8 @@
-"""Who sets a generator while a step is recorded: gradient checkpointing, to draw the same dropout twice. A replay would not.
+"""Who sets a generator while something is recorded: gradient checkpointing, to draw the same dropout twice, or a forward that
+wants the same noise each time. A replay would not.
 
-The host's generator shows it by its state. A GPU's says nothing of its state while a capture is open (torch 2.11), so there it is
-seen by the functions' names.
+It is seen by the functions' names: a GPU's generator says nothing of its state while a capture is open (torch 2.11), and from the
+host's other threads draw as well.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from diffgraph.engine.current import open_recorder
 
 _NAMES = ("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all", "seed", "seed_all")
 _PLACES = (torch.cuda, torch.cuda.random)  # `torch.manual_seed` and `torch.seed` go by here, too
+_OF_THE_HOST = (torch, torch.random)
 
 
 @contextmanager
 def settings_seen() -> Iterator[None]:
-    """Inside, setting a GPU's generator is noted by the capture that the calling thread has open."""
+    """Inside, setting a generator is noted by the capture that the calling thread has open."""
     with ExitStack() as stack:
-        for place in _PLACES:
+        for place in (*_PLACES, *_OF_THE_HOST):
             for name in filter(partial(hasattr, place), _NAMES):
                 stack.enter_context(_noted(place, name))
         yield
@@ -50,8 +52,8 @@ def _noted(place: Any, name: str) -> Iterator[None]:
     @functools.wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         recorder = open_recorder()
-        if recorder is not None:
-            recorder.generator_was_set = True
+        if recorder is not None and not recorder.in_break:  # which a replay runs, too
+            recorder.note_setting(of_the_host=place in _OF_THE_HOST)
         return original(*args, **kwargs)
 
     setattr(place, name, stand_in)

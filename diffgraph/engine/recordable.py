@@ -36,7 +36,7 @@ def on_host_alone(leaves: list[Any], device: torch.device) -> bool:
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that this op writes to, by its schema."""
     if func in _BATCH_NORMS:
-        return tensors_in(args[3:5])
+        return tensors_in(args[3:5]) if args[5] else []  # in training
     schema = getattr(func, "_schema", None)  # higher-order operators have none
     if schema is None or not schema.is_mutable:
         return []

@@ -99,10 +99,10 @@ def record(
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
-    `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`; an op that fails to be recorded raises
-    `OpNotRecordable`. `log`: gradients are recorded as well, what is written for good is noted there, and nothing may be brought
-    to the host, since a replay that then stops could not be undone. `after`: the recording that always replays before this one,
-    in the same pool: what it bore is borne for this one too.
+    `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`, others in `elsewhere`; an op that fails to
+    be recorded raises `OpNotRecordable`. `log`: gradients are recorded as well, what is written for good is noted there, and
+    nothing may be brought to the host, since a replay that then stops could not be undone. `after`: the recording that always
+    replays before this one, in the same pool: what it bore is borne for this one too.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
@@ -112,7 +112,7 @@ def record(
     if after is not None:
         recorder.continue_after(after)
     state = precision() if log is None else _with_gradients(sequence.pool.device)
-    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), state:
+    with sequence.pool.turn(), RECORDING, sequence.pool.recording(), state, settings_seen():
         if sequence.steps:
             raise CaptureError("the sequence already holds a recording; call its reset() first, or use a new one")
         sequence.ambient = Ambient.now(sequence.pool.device.type)
@@ -165,7 +165,7 @@ def _with_gradients(device: torch.device) -> Iterator[None]:
     """The thread's state in which a training step is recorded. Its own autocast ends in it, and the cache with it; and where a
     weight is used twice, the cache changes the bits."""
     cache = _no_autocast_cache() if torch.is_autocast_enabled(device.type) else nullcontext()
-    with in_one_thread(), settings_seen(), cache:
+    with in_one_thread(), cache:
         yield
 
 
@@ -202,7 +202,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._rules, self._ranks = rules, rules.ranks
         self._log = log
-        self.generator_was_set = False  # a GPU's, by the step that is recorded
+        self._generators_set: set[bool] = set()  # by what is recorded: the host's (`True`), a GPU's
         self._generator = HostGenerator()  # as the last op that drew has left it
         self._collectives = 0  # since the last step was closed
         self._under_way: dict[int, torch.Tensor] = {}  # by storage: what collectives make, and nobody has waited for
@@ -210,6 +210,7 @@ class Recorder(TorchDispatchMode):
         self.pool = sequence.pool
         self.in_break = False
         self.written: list[str] = []  # ops that wrote to an input
+        self.elsewhere = WriteLog(is_for_undoing=True)  # what else outlives the forward, is no weight, and was written
         self.failure: BaseException | None = None
         self._segment: Any = None
         self._weights = {storage_of(t) for tensor in weights for t in plain_parts(tensor)}
@@ -220,6 +221,14 @@ class Recorder(TorchDispatchMode):
         self._born: dict[int, StorageWeakRef] = {}
         self._made_on_host: dict[int, StorageWeakRef] = {}
         self._pending: list[tuple[torch.Tensor, Binding, torch.Tensor]] = []  # boundary buffer, its binding, the break's result
+
+    def note_setting(self, *, of_the_host: bool) -> None:
+        """A generator is set by what is recorded."""
+        self._generators_set.add(of_the_host)
+
+    def _host_generator_was_set(self) -> bool:
+        """And not set back. While a picture is drawn other threads draw from it as well; a training step has it to itself."""
+        return (self._log is not None or True in self._generators_set) and self._generator.was_set()
 
     def continue_after(self, other: Recorder) -> None:
         self._born = dict(other._born)
@@ -232,8 +241,8 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> None:
         if self.failure is not None:
             raise CaptureError(f"a break raised {self.failure!r} during capture") from self.failure
-        if self._log is not None and self._generator.was_set():
-            raise CaptureError("the step sets the host's generator, which a replay would not do")
+        if self._host_generator_was_set():
+            raise CaptureError("it sets the host's generator, which a replay would not do")
         self._close(is_last=True)
 
     def abort(self) -> None:
@@ -244,6 +253,7 @@ class Recorder(TorchDispatchMode):
         if segment is not None:
             segment.abort()
         self.sequence.reset()
+        self.elsewhere.undo()  # eager will do it again
 
     def _close(self, *, is_last: bool = False) -> None:
         """End the open segment, hand it the results it waits for, and let it run."""
@@ -263,8 +273,9 @@ class Recorder(TorchDispatchMode):
                 for _, binding, result in self._pending:
                     binding.accept(result, "")
                 self._pending.clear()
-                if self._log is not None and (self._log.is_for_undoing or not is_last):
-                    self._log.before_running()  # before `end` they would be recorded: copies of what the segment has written
+                log = self.elsewhere if self._log is None else self._log
+                if log.is_for_undoing or not is_last:
+                    log.before_running()  # before `end` they would be recorded: copies of what the segment has written
                 segment.replay()
 
     def _issued(self) -> int:
@@ -302,8 +313,8 @@ class Recorder(TorchDispatchMode):
         why_not = why_never_recordable(func, leaves)
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
-        if self._log is not None and draws(func, args, kwargs):
-            if self.generator_was_set or self._generator.was_set():
+        if draws(func, args, kwargs):
+            if False in self._generators_set or self._host_generator_was_set():
                 why = "a generator was set before it (gradient checkpointing, which draws the same dropout twice, does that)"
                 raise CaptureError(f"{func} cannot be replayed: {why}")
             result = self._run(func, args, kwargs, leaves, collective)
@@ -363,11 +374,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        written = written_by(func, args, kwargs) if self._inputs or self._log is not None else []
+        written = [t for t in written_by(func, args, kwargs) if not self.is_born(t)]
         if any(storage_of(t) in self._inputs for t in written):
             self.written.append(str(func))
-        if self._log is not None:
-            self._log.note((t for t in written if not self.is_born(t)), runs_now=self.pool.runs_while_recording)
+        log = self._log
+        if log is None:
+            log, known = self.elsewhere, self._inputs | self._weights | self._made_on_host.keys()
+            written = [t for t in written if storage_of(t) not in known]
+        log.note(written, runs_now=self.pool.runs_while_recording)
 
     def _note_lifetimes(self, read: list[torch.Tensor], result: Any) -> None:
         for tensor in read:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.engine.recordable import written_by
 from diffgraph.errors import CaptureError
-from diffgraph.values.tensors import describe, storage_of, tensors_in
+from diffgraph.values.tensors import describe, is_made_of_others, storage_of, tensors_in
 
 Contents = dict[int, torch.UntypedStorage]
 
@@ -34,7 +34,7 @@ class WriteLog:
             key = storage_of(tensor)
             if key not in self._storages:
                 if tensor.layout != torch.strided or key == id(tensor):
-                    raise CaptureError(f"the step writes to a {describe(tensor)}, which could not be undone")
+                    raise CaptureError(f"it writes to a {describe(tensor)}, which could not be undone")
                 self.tensors.append(tensor.detach())
                 self._storages[key] = tensor.untyped_storage()
             if runs_now and key not in self._before:
@@ -76,6 +76,8 @@ class WriteLog:
 class WritesNoted(TorchDispatchMode):
     """Inside, what is written and was there before is noted, of what runs at once. `is_known`: tensors that do not matter."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, log: WriteLog, is_known: Callable[[torch.Tensor], bool] = lambda _: False) -> None:
         super().__init__()
         self._log, self._is_known = log, is_known
@@ -83,6 +85,11 @@ class WritesNoted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_made_of_others, types)):
+            return NotImplemented  # a quantised weight: what it does with its parts comes by here
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            with self:  # the ops that it is made of
+                return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         written = written_by(func, args, kwargs)
         outlasting = (t for t in written if storage_of(t) not in self._born and not self._is_known(t))
         self._log.note(outlasting, runs_now=True)

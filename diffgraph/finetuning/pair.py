@@ -40,7 +40,7 @@ class Pair(Recording):
         self.backward = GraphSequence(pool)
         self.log = WriteLog(is_for_undoing=True)
         self.parameters = list(parameters)
-        self.read: list[torch.Tensor] = []  # of the module's parameters, those that backward reads
+        self.read: list[torch.Tensor] = []  # of the module's parameters and buffers, those that backward reads
         self.incoming: list[torch.Tensor] = []  # gradients of those outputs that want them
         self.outgoing: list[torch.Tensor | None] = []  # of the inputs that want them, and of the parameters
         self._reach: list[set[int]] = []  # which of `outgoing` each of `incoming` leads to
@@ -161,7 +161,7 @@ class Pair(Recording):
                 found = torch.autograd.grad(wanting, [*inputs, *leaves], self.incoming, allow_unused=True)
         if any(g is not None and not has_plain_memory(g) for g in found):
             raise CaptureError("a gradient is no plain dense tensor")
-        self.read = [p for p in module.parameters() if storage_of(p) in second.weights_read]
+        self.read = [t for t in chain(module.parameters(), module.buffers()) if storage_of(t) in second.weights_read]
         self.set_outputs(map_leaves(self._without_graph, output, objects=True), None, first.is_born)
         self.outgoing = [self.pool.alias(g) if g is not None and second.is_born(g) else g for g in found]
         return second
@@ -224,7 +224,7 @@ class _Joined(torch.autograd.Function):
                 "`with diffgraph.paused(module)` around a forward with several backwards"
             )
         if ctx.versions != _versions(pair):
-            raise ReplayError("a parameter was changed in place between a recorded forward and its backward")
+            raise ReplayError("a parameter or buffer was changed in place between a recorded forward and its backward")
         ctx.flight = None
         try:
             return None, None, None, *pair.run_backward(pair.of_wanting(gradients))
@@ -244,4 +244,4 @@ def _reached(output: torch.Tensor, targets: Sequence[torch.Tensor]) -> set[int]:
 
 
 def _versions(pair: Pair) -> int:
-    return sum(p._version for p in pair.read)
+    return sum(t._version for t in pair.read)

@@ -18,7 +18,7 @@ import torch
 from diffgraph.finetuning.bytecode import globals_in, names_in, paths_in
 from diffgraph.finetuning.held import CONTAINERS, Held
 from diffgraph.guards.contents import copied, is_alike, is_container, items_of
-from diffgraph.values.constants import is_constant
+from diffgraph.values.constants import is_constant, same_value
 
 _DEPTH = 4
 _ABSENT = object()
@@ -49,8 +49,16 @@ class Reads:
 
     def values(self) -> list[Any]:
         """The plain ones, and what containers hold of them."""
-        plain = [value for _, value in self._found() if is_constant(value)]
-        return plain + [value for held in self._look() for value in held.plain]
+        return [value for _, value in self._plain()]
+
+    def moved(self, then: list[Any]) -> str | None:
+        """The name of a value that is another one than `then`, when `values` were these."""
+        now = zip(self._plain(), then, strict=False)
+        return next((name for (name, value), before in now if not same_value(value, before)), None)
+
+    def _plain(self) -> list[tuple[str, Any]]:
+        found = [(name, value) for name, value in self._found() if is_constant(value)]
+        return found + [(held.name, value) for held in self._look() for value in held.plain]
 
     def objects(self) -> dict[str, Any]:
         found = {name: value for name, value in self._found() if not is_constant(value)}

@@ -282,7 +282,7 @@ class TrainingStep:
         else:
             entry.escapes += 1
             if max(entry.escapes, self._moves) >= MAX_UNSTEADY:
-                changed = changed or "a value that it reads"
+                changed = changed or self._reads.moved(values) or "a value that it reads"
                 self._refuse(entry, Reason.SIDE_EFFECTS, f"it changes {changed}, which a replay would not do")
         return output
 

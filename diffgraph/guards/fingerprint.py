@@ -9,8 +9,8 @@ Values must be the same to code that is given them: 1 is not 1.0.
 
 Not compared, and told in the README: the settings of layers that a model has by the thousand (`reach`), containers longer than
 `contents` allows, objects with neither a `__dict__` nor `__slots__`, what functions and closures refer to, module globals, the
-contents of tensors (a graph reads them afresh) and of arrays, whether a weight's memory is seen by another shape or stride than
-before, and `requires_grad` of all weights but a sample.
+contents of tensors (a graph reads them afresh) and of arrays, whether a weight's memory, where it is the same memory, is seen by
+another shape or stride than before, and `requires_grad` of all weights but a sample.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from diffgraph.guards.composed import ComposedWeights, addresses, has_own_memory
 from diffgraph.guards.contents import DEPTH, Contents, Slots, Values, is_alike, is_container, is_flat, tensors_among
+from diffgraph.guards.memory import Memory
 from diffgraph.guards.objects import classes_of
 from diffgraph.guards.reach import (
     HOLDERS,
@@ -93,6 +94,9 @@ class Fingerprint:
         self._ask_for_gradients = self._read_sample()
         others = [(d, name) for d, name in present if not _is_plain(d[name])]
         self._composed = ComposedWeights(others)
+        self._memory = Memory([*self._weights(), *self._composed.parts()])
+        noted = ((vars(d[name]), key) for d, name in own_memory for key in vars(d[name]))
+        self._attributes_of_weights = [(table, key) for table, key in noted if not key.startswith("_dynamo_")]
         # What is not torch's or diffusers' own may look for what it had none of.
         lists = (*HOLDERS, torch.nn.Sequential)
         own = [m for m in modules if not type(m).__module__.startswith(("torch.", "diffusers.")) or isinstance(m, lists)]
@@ -114,8 +118,10 @@ class Fingerprint:
         self._whole = Values([table for _, _, whole, table in readers if whole])
         single = [(table, key) for _, keys, whole, table in readers if not whole for key in keys]
         self._single = Slots([(table, key) for table, key in single if id(table) not in restless])
-        self._restless = Slots([*((table, key) for table, key in single if id(table) in restless), *shared])
+        of_weights = self._attributes_of_weights
+        self._restless = Slots([*((table, key) for table, key in single if id(table) in restless), *shared, *of_weights])
         self._owners |= {id(table): type(owner) for owner, *_, table in readers}
+        self._owners |= {id(table): torch.nn.Parameter for table, _ in of_weights}
         named = [*((table, key) for _, keys, _, table in readers for key in keys), *shared]
         restless |= set(map(id, self._class_tables))
         containers = [(t, k) for t, k in named if is_container(t[k])]
@@ -128,6 +134,7 @@ class Fingerprint:
             among.pop(id(part), None)
         self._tensors = list(among.values())
         self._tensor_addresses = addresses(self._tensors)
+        self._tensor_memory = Memory(self._tensors)
         tables = [table for *_, table in readers if id(table) not in restless]
         self._watched = tables + [table[key] for table, key in flat]
         # An attribute more is seen by its table's size, where the table is not read whole.
@@ -225,7 +232,7 @@ class Fingerprint:
             return self._attribute_change()
         if self._deep.changed():
             return self._container_change(self._deep)
-        if addresses(self._tensors) != self._tensor_addresses:
+        if self._tensor_memory.given_back() or addresses(self._tensors) != self._tensor_addresses:
             return Reason.ATTRIBUTES_CHANGED
         if self._read_root() != self._root_then:
             return self._root_change()
@@ -235,7 +242,7 @@ class Fingerprint:
 
     def _weights_moved(self) -> bool:
         try:
-            moved = addresses(self._weights()) != self._addresses or self._composed.moved()
+            moved = self._memory.given_back() or addresses(self._weights()) != self._addresses or self._composed.moved()
             return moved or self._read_sample() != self._ask_for_gradients
         except (KeyError, TypeError, AttributeError, RuntimeError):  # it is gone, or another kind of tensor
             return True

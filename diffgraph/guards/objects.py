@@ -44,5 +44,20 @@ class SlotTable:
     get = __getitem__
 
 
+class ThreadTable:
+    """What a `threading.local` holds for the thread that asks, under one name, `NAME`."""
+
+    NAME = "what this thread holds"
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, _: str) -> dict[str, Any]:
+        return dict(vars(self._owner))
+
+    def get(self, name: str) -> dict[str, Any]:
+        return self[name]
+
+
 def _itself(owner: Any) -> Any:
     return owner

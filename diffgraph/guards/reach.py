@@ -3,6 +3,7 @@ their attributes."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
@@ -13,7 +14,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from diffgraph.guards.contents import DEPTH, is_container, items_of
-from diffgraph.guards.objects import SlotTable, classes_of, is_object, slots_of
+from diffgraph.guards.objects import SlotTable, ThreadTable, classes_of, is_object, slots_of
 
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Set anew by diffusers at every call, and empty of meaning for a forward; and a hook registry's own module.
@@ -76,7 +77,9 @@ def readers_in(modules: list[torch.nn.Module], root: torch.nn.Module) -> Iterato
 
 
 def readers_of(owned: Any) -> Iterator[tuple[Any, tuple[str, ...], bool, Any]]:
-    if hasattr(owned, "__dict__"):
+    if isinstance(owned, threading.local):
+        yield owned, (ThreadTable.NAME,), False, ThreadTable(owned)
+    elif hasattr(owned, "__dict__"):
         yield owned, tuple(k for k in owned.__dict__ if k not in _VOLATILE), False, owned.__dict__
     slots = slots_of(type(owned))
     if slots:

@@ -18,6 +18,7 @@ from diffgraph.engine.padding import Padding
 from diffgraph.engine.ranges import opened
 from diffgraph.engine.recorder import Rules, precision, record
 from diffgraph.engine.sequence import Break, GraphSequence
+from diffgraph.engine.write_log import WriteLog
 from diffgraph.errors import CaptureError, OpNotRecordable
 from diffgraph.families.base import PromptRule
 from diffgraph.parallel.ranks import Ranks
@@ -40,6 +41,7 @@ class Recording:
         self.inputs = inputs
         self.sequence = sequence
         self.wrote_inputs = False  # it wrote to its arguments, which a replay would do to the static inputs only
+        self.elsewhere = WriteLog()  # to what else it wrote that nobody guards: a replay to be compared would do so, too
         self.draws = False  # it draws random numbers
         self.unused_breaks: list[str] = []  # names given to `breaks` that the forward never called
         self.left: list[Any] | None = None  # by the last run, in the caller's containers, where the forward changes them
@@ -128,7 +130,7 @@ class Recording:
         """Whether eager has just done to the caller's containers what the last run would."""
         if self.left is None:
             return True
-        leaves, spec = flatten((args, dict(sorted(kwargs.items()))), objects=True)
+        leaves, spec = flatten((args, kwargs), objects=True)
         left, self.left = self.left, None
         return spec == self.left_spec and same_bits(leaves, left)
 
@@ -145,6 +147,7 @@ class Recording:
 
     def release(self) -> None:
         self._leaves, self._given = [], []
+        self.elsewhere.forget()
         self.sequence.reset()
 
 
@@ -272,7 +275,7 @@ def _recorded(
         changed = inputs.changed(args, kwargs)
         check_outputs((output, changed and changed[0]))
         _check_host_reads(sequence)
-    recording.wrote_inputs = bool(recorder.written)
+    recording.wrote_inputs, recording.elsewhere = bool(recorder.written), recorder.elsewhere
     recording.set_outputs(output, changed, recorder.is_born)
     recording.draws = recording.pool.drew(rng)
     recording.unused_breaks = break_points.unused(around.breaks, sequence)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 
+from diffgraph.engine.recorder import precision
+from diffgraph.engine.write_log import WriteLog, WritesNoted
 from diffgraph.reasons import Reason
 from diffgraph.values.compare import same_bits
 from diffgraph.values.containers import can_follow, same_containers
-from diffgraph.values.tensors import tensors_in
+from diffgraph.values.tensors import plain_parts, storage_of, tensors_in
 from diffgraph.values.tree import containers, flatten, unflatten
 
 
@@ -39,6 +44,20 @@ class Before:
             return None if same_bits(self._contents, _contents(self._leaves)) else Reason.SIDE_EFFECTS
         except torch.OutOfMemoryError:
             return Reason.OUT_OF_MEMORY
+
+
+@contextmanager
+def writes_elsewhere(module: torch.nn.Module, leaves: list[Any]) -> Iterator[WriteLog]:
+    """Inside, an eager forward of `module` on these arguments notes to what else it writes."""
+    if any(t.is_inference() for t in tensors_in(leaves)):  # which may be written in inference mode alone
+        yield WriteLog()
+        return
+    own = chain(module.parameters(), module.buffers(), tensors_in(leaves))
+    known = {storage_of(part) for tensor in own for part in plain_parts(tensor)}
+    log = WriteLog()
+    with precision(), WritesNoted(log, lambda tensor: storage_of(tensor) in known):
+        yield log
+    log.forget()
 
 
 def drawn_in_python() -> tuple[Any, Any]:

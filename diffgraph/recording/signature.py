@@ -58,7 +58,7 @@ class Call(NamedTuple):
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, prompt: Prompt | None = None) -> Call:
         """Raises `Refused` for what cannot be part of a signature, or does not lie on `device`."""
         try:
-            leaves, spec = flatten((args, dict(sorted(kwargs.items()))), MAX_LEAVES, objects=True)
+            leaves, spec = flatten((args, kwargs), MAX_LEAVES, objects=True)
         except (TooManyLeaves, RecursionError):  # a list that holds itself, say
             raise Refused(Reason.UNSUPPORTED_INPUT, f"more than {MAX_LEAVES} values in the arguments") from None
         first: dict[int, int] = {}
@@ -82,8 +82,11 @@ def describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int]
         strides = layout(leaf)
         if strides is not CONTIGUOUS and _overlaps(leaf):
             raise Refused(Reason.UNSUPPORTED_INPUT, "a tensor whose elements overlap in memory")
+        if any(not name.startswith("_dynamo_") for name in leaf.__dict__):
+            raise Refused(Reason.UNSUPPORTED_INPUT, f"a tensor with attributes of its own: {', '.join(leaf.__dict__)}")
+        is_parameter = type(leaf) is torch.nn.Parameter
         # `matmul` takes another path, with other bits, for one that wants gradients.
-        return torch.Tensor, leaf.shape, strides, leaf.dtype, first.setdefault(id(leaf), i), leaf.requires_grad
+        return torch.Tensor, leaf.shape, strides, leaf.dtype, first.setdefault(id(leaf), i), leaf.requires_grad, is_parameter
     kind = type(leaf)
     if not is_constant(leaf):
         raise Refused(Reason.UNSUPPORTED_INPUT, f"a {kind.__module__}.{kind.__qualname__}, whose state cannot be compared")
@@ -135,6 +138,7 @@ MODE = (
     "order of attention kernels",
     "attention kernels",
     "attention backend",
+    "fast path of MultiheadAttention",
 )
 
 
@@ -156,6 +160,7 @@ def _mode(device: torch.device) -> tuple[Any, ...]:
         attention_order(device),
         attention_kernels(),
         _attention_backend(),
+        torch.backends.mha.get_fastpath_enabled(),
     )
 
 

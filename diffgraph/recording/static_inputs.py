@@ -72,4 +72,6 @@ def _buffer_for(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     else:
         made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    if type(tensor) is torch.nn.Parameter:  # a forward may ask
+        return torch.nn.Parameter(made, tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diffgraph.recording.signature import CONTIGUOUS, MODE, Signature
-from diffgraph.values.tree import LEAF
+from diffgraph.values.tree import LEAF, key_of
 
 _ABSENT = "not given"
 
@@ -54,16 +54,17 @@ def _walk(name: str, spec: Any, paths: list[str]) -> None:
         return
     _, keys, children = spec
     for i, child in enumerate(children):
-        _walk(f"{name}[{keys[i] if i < len(keys) else i}]", child, paths)
+        _walk(f"{name}[{key_of(keys[i]) if i < len(keys) else i}]", child, paths)
 
 
 def _leaf(leaf: tuple[Any, ...], path: str, paths: list[str]) -> str:
     kind = leaf[0]
     if kind is torch.Tensor:
-        _, shape, layout, dtype, first, wants_gradients = leaf
+        _, shape, layout, dtype, first, wants_gradients, is_parameter = leaf
         text = f"[{'x'.join(map(str, shape)) or 'scalar'}] {str(dtype).removeprefix('torch.')}"
         text += "" if layout == CONTIGUOUS else f", layout {layout}"
         text += ", wants gradients" if wants_gradients else ""
+        text += ", a Parameter" if is_parameter else ""
         return text if paths[first] == path else f"{text}, the same tensor as {paths[first]}"
     if kind is float:
         return repr(float.fromhex(leaf[1]))

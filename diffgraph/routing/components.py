@@ -39,7 +39,7 @@ def chosen(pipe: Any, components: Any) -> Modules:
     for name in names:
         if name in known:
             found |= _parts(name, known[name])
-        elif name not in DENOISERS and getattr(pipe, name, None) is None:
+        elif components != "denoiser" and (name not in DENOISERS or getattr(pipe, name, None) is not None):
             raise OptionError(f"component {name!r} is no module of this {type(pipe).__name__}; accepted: {_told(known)}")
     if not found:
         raise NoDenoiserError(

@@ -108,9 +108,8 @@ def _beside_the_prompt(pipe: Any, shape: CaptureShape, accepted: Mapping[str, An
     wanted.update(_inputs(shape))
     unknown = [name for name in wanted if name not in accepted]
     if unknown:
-        raise ShapeError(
-            f"{type(pipe).__name__} takes no {', '.join(unknown)}, as capture shape {shape} asks; accepted: {', '.join(accepted)}"
-        )
+        names = ", ".join(name for name in accepted if name != "self")
+        raise ShapeError(f"{type(pipe).__name__} takes no {', '.join(unknown)}, as capture shape {shape} asks; accepted: {names}")
     if "output_type" in accepted and not decode:
         wanted.setdefault("output_type", "latent")  # skips the VAE
     return wanted

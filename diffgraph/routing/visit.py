@@ -18,7 +18,7 @@ from diffgraph.parallel.ranks import Ranks
 from diffgraph.prompts.buckets import is_short
 from diffgraph.reasons import Reason, Refused
 from diffgraph.recording.capture import Recording, capture
-from diffgraph.recording.side_effects import Before, drawn_in_python
+from diffgraph.recording.side_effects import Before, drawn_in_python, writes_elsewhere
 from diffgraph.recording.signature import Call
 from diffgraph.recording.verification import is_close, is_same, is_slower
 from diffgraph.routing.entry import Entry
@@ -60,8 +60,13 @@ class Visit(NamedTuple):
         known = Reason.WARM_UP if is_asked_for else entry.lost or Reason.UNSEEN_SIGNATURE
         runner.routes.note(Route.EAGER, forbidden or known)
         rng, drawn = self.pool.rng_state(), drawn_in_python()
-        output = runner.eager(self.module, self.args, self.kwargs)
-        if before is not None:
+        # Compiled blocks are run more than once before they are recorded, and do not show what they write.
+        watched = runner.compiler is not None and runner.wrapped is None
+        with writes_elsewhere(self.module, self.call.leaves) if watched else nullcontext() as elsewhere:
+            output = runner.eager(self.module, self.args, self.kwargs)
+        if elsewhere is not None and elsewhere.tensors:
+            forbidden = Reason.SIDE_EFFECTS
+        elif before is not None:
             forbidden = before.forbids(self.args, self.kwargs, is_padded=prompt is not None and prompt.is_padded)
         if forbidden is None and not self.pool.replayable_rng(rng):
             forbidden = Reason.SIDE_EFFECTS
@@ -91,11 +96,11 @@ class Visit(NamedTuple):
             raise self._refused(wrong)
         self.runner.routes.note(Route.CAPTURE)
         recording.follow(self.args, self.kwargs)
+        self._take_in(recording, self.pool.bytes() - before)
         if recording.unused_breaks:
             names = ", ".join(map(repr, recording.unused_breaks))
             text = f"diffgraph: breaks names {names}, which the forward never called (under that name): recorded without a break"
             warnings.warn(text, CaptureWarning, stacklevel=4)
-        self._take_in(recording, self.pool.bytes() - before)
         return output
 
     def _record(self) -> tuple[Recording, Any]:
@@ -146,7 +151,7 @@ class Visit(NamedTuple):
             runner.memory.drop(entry, refused=Reason.SIDE_EFFECTS)
         elif runner.changed_state(self.module, entry) or not runner.table.knows(self.call.signature, entry):
             recording.release()
-        elif recording.escaped:
+        elif recording.escaped or recording.elsewhere.tensors:
             # The result is right, but a cache of the model now holds what a replay would overwrite. It is full: once more.
             recording.release()
             runner.note_escape(entry)
@@ -159,7 +164,8 @@ class Visit(NamedTuple):
     def _wrong_result(self, recording: Recording, output: Any) -> Reason | None:
         """Whether a forward on padded prompts, or of compiled blocks, did what the caller's own would not: then its very result
         must not be returned."""
-        if recording.wrote_inputs or recording.left is not None:
+        if recording.wrote_inputs or recording.left is not None or recording.elsewhere.tensors:
+            recording.elsewhere.undo()
             return Reason.SIDE_EFFECTS
         runner = self.runner
         if runner.options.verify and not is_close(output, runner.eager(self.module, self.args, self.kwargs), self.module):
@@ -167,13 +173,15 @@ class Visit(NamedTuple):
         return None
 
     def _differs(self, what: str) -> Reason:
+        refused = self._refused(Reason.VERIFY_FAILED)  # first: a warning may be an error
         text = f"diffgraph: {self.entry.label} runs eager: {what} differed from eager"
         warnings.warn(text, CaptureWarning, stacklevel=6)
-        return self._refused(Reason.VERIFY_FAILED).reason
+        return refused.reason
 
     def _failed(self, error: Exception) -> Refused:
+        refused = self._refused(Reason.CAPTURE_FAILED, str(error))
         warnings.warn(f"diffgraph: {self.entry.label} runs eager: {error}", CaptureWarning, stacklevel=6)
-        return self._refused(Reason.CAPTURE_FAILED, str(error))
+        return refused
 
     def _refused(self, reason: Reason, detail: str = "") -> Refused:
         """For good, or until `diffgraph.capture`."""
@@ -206,9 +214,10 @@ class Visit(NamedTuple):
             self.runner.memory.drop(self.entry, lost=Reason.OUT_OF_MEMORY)
             raise Refused(Reason.OUT_OF_MEMORY) from None
         except Exception as error:
+            refused = self._refused(Reason.CAPTURE_FAILED, str(error))
             text = f"diffgraph: {self.entry.label} runs eager: its replay raised {error!r}"
             warnings.warn(text, CaptureWarning, stacklevel=5)
-            raise self._refused(Reason.CAPTURE_FAILED, str(error)) from error
+            raise refused from error
 
     def _verify(self, recording: Recording) -> Any:
         """The first replay beside eager on the same inputs; equal to the bit, or this signature stays eager."""

@@ -11,15 +11,18 @@ import torch
 _BY_VALUE = (
     bool,
     int,
+    float,
+    complex,
     str,
     bytes,
     type(None),
-    Enum,
     torch.dtype,
     torch.device,
     torch.layout,
     torch.memory_format,
+    torch.Size,
 )
+_EXACTLY = frozenset(_BY_VALUE)
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -40,4 +43,9 @@ def same_value(a: Any, b: Any) -> bool:
 
 def is_constant(leaf: Any) -> bool:
     """Whether a leaf that is no tensor says by its value all that there is to it."""
-    return isinstance(leaf, (*_BY_VALUE, float, complex, torch.Size, type))
+    return type(leaf) in _EXACTLY or isinstance(leaf, (Enum, type)) or (isinstance(leaf, _BY_VALUE) and not has_more(leaf))
+
+
+def has_more(obj: Any) -> bool:
+    """Whether an object of a class derived from a built-in one holds more than that does."""
+    return bool(getattr(obj, "__dict__", None)) or any(vars(kind).get("__slots__") for kind in type(obj).__mro__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from diffgraph.values.tree import LEAF, Spec
+from diffgraph.values.tree import LEAF, Spec, key_of
 
 
 def can_follow(before: Spec, after: Spec) -> bool:
@@ -40,7 +40,8 @@ def follow(mine: Any, spec: Spec, leaves: Iterator[Any]) -> Any:
             mine[:] = values
         return mine
     held = mine if issubclass(kind, dict) else vars(mine)
-    values = [follow(held.get(name), child, leaves) for name, child in zip(names, children, strict=True)]
+    keys = list(map(key_of, names))
+    values = [follow(held.get(key), child, leaves) for key, child in zip(keys, children, strict=True)]
     held.clear()
-    held.update(zip(names, values, strict=True))
+    held.update(zip(keys, values, strict=True))
     return mine

@@ -3,7 +3,8 @@
 A *spec* is a hashable description of the containers; two objects with equal specs have leaves that correspond one to one.
 Containers are `dict`, `OrderedDict`, `list`, `tuple`, named tuples (`torch.return_types` too) and dataclasses (diffusers' and
 transformers' outputs are dataclasses). Everything else, `None` and `torch.Size` included, is a leaf. `torch.utils._pytree` does
-nearly this, but takes an unregistered dataclass for a leaf and cannot stop at a limit.
+nearly this, but takes an unregistered dataclass for a leaf and cannot stop at a limit. A container that holds more than it would
+be made anew with, an attribute beside its fields, say, is a leaf, too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
+
+from diffgraph.values.constants import has_more
 
 LEAF = "*"
 Spec = Hashable
 _BUILT_IN = (list, tuple, dict, OrderedDict)
+
+
+class _Key(NamedTuple):
+    """A dict's key that is no plain text: 1 is not True."""
+
+    kind: type
+    value: Any
 
 
 class TooManyLeaves(Exception):
@@ -42,6 +52,7 @@ def _flatten(obj: Any, leaves: list[Any], room: list[int] | None, objects: bool)
         leaves.append(obj)
         return LEAF
     kind, names, values = parts
+    names = tuple([name if type(name) is str else _Key(type(name), name) for name in names])
     return (kind, names, tuple([_flatten(value, leaves, room, objects) for value in values]))
 
 
@@ -50,13 +61,15 @@ def _parts(obj: Any) -> tuple[type, tuple[Any, ...], Any] | None:
     kind = type(obj)
     if kind is list or kind is tuple:
         return kind, (), obj
-    if kind is dict or kind is OrderedDict:
+    if kind is dict or (kind is OrderedDict and not vars(obj)):
         return kind, tuple(obj), obj.values()
     if isinstance(obj, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
-        return kind, (), obj
+        return (kind, (), obj) if not has_more(obj) else None
     if hasattr(kind, "__dataclass_fields__"):
-        names = tuple(f.name for f in dataclasses.fields(kind) if hasattr(obj, f.name))
-        return kind, names, [getattr(obj, name) for name in names]
+        names = tuple(f.name for f in dataclasses.fields(kind) if hasattr(obj, f.name))  # type: ignore[arg-type]
+        items: Any = obj if isinstance(obj, dict) else ()  # diffusers' outputs are dicts, too
+        is_known = set(names).issuperset((*getattr(obj, "__dict__", ()), *items))
+        return (kind, names, [getattr(obj, name) for name in names]) if is_known else None
     return None
 
 
@@ -85,6 +98,11 @@ def _holds_all_in_attributes(kind: type) -> bool:
     return not any("__call__" in vars(base) or vars(base).get("__slots__") for base in kind.__mro__[:-1])
 
 
+def key_of(name: Any) -> Any:
+    """A dict's key, of the name that stands for it in a spec."""
+    return name.value if type(name) is _Key else name
+
+
 def unflatten(spec: Spec, leaves: list[Any]) -> Any:
     """The object with this spec and these leaves; containers are made anew."""
     return _unflatten(spec, iter(leaves))
@@ -100,7 +118,7 @@ def _unflatten(spec: Any, leaves: Any) -> Any:
     if kind is tuple:
         return tuple(values)
     if kind is dict or kind is OrderedDict:
-        return kind(zip(names, values, strict=True))
+        return kind(zip(map(key_of, names), values, strict=True))
     if hasattr(kind, "_fields"):
         return kind(*values)
     if hasattr(kind, "n_sequence_fields"):
