@@ -99,7 +99,7 @@ def test_recordings_are_compiled_and_what_runs_eager_is_not():
     assert pieces.Tally.compiles - before == rows_of(net)[0].compiles == 1, "one for all blocks"
     assert (rows_of(net)[0].segments, rows_of(net)[0].breaks) == (4, 3)
     assert rows_of(net)[0].compile_seconds > 0
-    assert "compiled: 1 compiles" in str(diffgraph.report(net))
+    assert "(compiles: 1, " in str(diffgraph.report(net))
     entered = pieces.Tally.entered
     steps(net, x_of(), 2)
     assert pieces.Tally.entered == entered, "a replay calls no compiled block"

@@ -122,4 +122,4 @@ def _signature(entry: Any) -> SignatureReport:
 def _compiled(s: SignatureReport) -> str:
     if s.uncompiled is not None:
         return f"  (not compiled: {s.uncompiled})"
-    return "" if s.compiles is None else f"  (compiled {s.compiles} times, {s.compile_seconds:.1f} s)"
+    return "" if s.compiles is None else f"  (compiles: {s.compiles}, {s.compile_seconds:.1f} s)"
