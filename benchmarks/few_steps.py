@@ -1,5 +1,5 @@
 """A distilled pipeline from a text to a picture, text encoders and VAE included: eager, the denoiser recorded, every component
-recorded, and with compiled blocks beside. One row a family and mode.
+recorded (`every`), and with compiled blocks beside. One row a family and mode.
 
 Few steps leave the text encoders and the VAE a large share of the call. Figures to reach on one H200: Z-Image-Turbo, 8 steps,
 1.8x; FLUX.1-schnell, 4 steps, 1.5x.
@@ -21,6 +21,7 @@ from benchmarks import _cli
 from benchmarks._calls import difference, is_finite, relative_difference
 from benchmarks._measure import MIB, release, seconds
 from benchmarks._results import Results, Row
+from diffgraph import CaptureShape
 
 #: What makes the family's pipeline the distilled one, where that is built at full size, and how it is called.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -28,13 +29,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "flux": ({"schnell": True}, {"num_inference_steps": 4, "max_sequence_length": 256}),
 }
 PROMPT = "a red cat asleep on a chair beside the window, in the rain"
-EVERY = "every component"
 #: Options of each mode; `None`: not accelerated.
 MODES: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "denoiser": {},
-    EVERY: {"components": ...},
-    f"{EVERY}, compiled": {"components": ..., "compile_blocks": True},
+    "every": {"components": ...},
+    "every+compile": {"components": ..., "compile_blocks": True},
 }
 WARM_UP = 3  # calls: run eager, recorded, verified
 COLUMNS = {
@@ -60,18 +60,11 @@ class Case:
         self.pipe, self.options = pipe, options
         self.given = FAMILIES[family][1]
         self.device = torch.device(pipe.device)
-        shape = f"{options.size_px}x{options.size_px}"
-        dtype = str(pipe.transformer.dtype)[6:]
-        self.about = {
-            "what": "few steps",
-            "family": family,
-            "shape": shape,
-            "steps": self.given["num_inference_steps"],
-            "dtype": dtype,
-        }
+        self.about = {"what": "few steps", "family": family, "shape": str(options.shape)}
+        self.about |= {"dtype": str(pipe.transformer.dtype)[6:], "steps": self.given["num_inference_steps"]}
 
     def draw(self, seed: int = 0) -> torch.Tensor:
-        size = {"height": self.options.size_px, "width": self.options.size_px}
+        size = {"height": self.options.shape.height, "width": self.options.shape.width}
         return self.pipe(PROMPT, **size, **self.given, generator=torch.Generator().manual_seed(seed), output_type="pt")[0]
 
     def rows(self) -> Iterator[Row]:
@@ -133,8 +126,8 @@ def build(family: str, options: argparse.Namespace) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _cli.parser(__doc__)
     parser.add_argument("--families", type=_cli.some_of(tuple(FAMILIES)), default=list(FAMILIES))
-    parser.add_argument("--size-px", type=int, default=512, help="height and width of the picture")
-    parser.add_argument("--modes", type=_modes, default=list(MODES), help="separated by ;")
+    parser.add_argument("--shape", type=CaptureShape.parse, default=CaptureShape(512, 512), help="of the picture")
+    parser.add_argument("--modes", type=_cli.some_of(tuple(MODES)), default=list(MODES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no family after that time")
     options = parser.parse_args(argv)
@@ -148,13 +141,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def family_rows(family: str, options: argparse.Namespace) -> Iterator[list[Row]]:
     for row in Case(build(family, options), family, options).rows():
         yield [row]
-
-
-def _modes(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(";")]
-    if unknown := [word for word in words if word not in MODES]:
-        raise argparse.ArgumentTypeError(f"{'; '.join(unknown)}; accepted: {'; '.join(MODES)}")
-    return words
 
 
 if __name__ == "__main__":

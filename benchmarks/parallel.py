@@ -93,7 +93,8 @@ class Case:
         row |= {"ms": median(call_ms(self.call, self.options.repeats, self.device))}
         row |= {"submit_ms": median(submit_ms(self.call, self.options.repeats, self.device))}
         if MODES[mode] is not None and (missed := 2 * self.options.repeats - (self._replays(mode) - before)):
-            row["note"] = f"{missed} calls were not replays: {diffgraph.report(self.pipe).reasons}"
+            # Then they are no times of this mode.
+            row |= {"ms": None, "note": f"{missed} calls were not replays: {diffgraph.report(self.pipe).reasons}"}
         return row
 
     def _pipeline(self, mode: str) -> Row:
@@ -199,6 +200,20 @@ def _on_all(value: bool) -> bool:
     return all(said)
 
 
+@contextmanager
+def one_device_a_rank(device: str) -> Iterator[None]:
+    """diffusers divides a rank by the number of accelerators to find its GPU, and without a GPU there are none."""
+    if device != "cpu":
+        yield
+        return
+    was = torch.accelerator.device_count
+    torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.accelerator.device_count = was
+
+
 def _words(text: str) -> list[str]:
     unknown = [word for word in _cli.words(text) if word not in MODES]
     if unknown:
@@ -226,8 +241,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args(argv)
     begun = not dist.is_initialized()
-    if options.device == "cpu":  # diffusers divides a rank by it, to choose its GPU
-        torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
     if begun:
         if options.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -236,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = f"{torch.cuda.get_device_name()}s of one host" if options.device == "cuda" else "CPU"
     results = Results(options.out if is_first else None, options.device, host)
     rows: list[Row] = []
-    with torch.no_grad():
+    with torch.no_grad(), one_device_a_rank(options.device):
         for family in options.families:
             pipe = _cli.build(family, options)
             if options.attention:

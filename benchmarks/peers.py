@@ -198,7 +198,8 @@ class Case:
             given = inputs(self.pipe, self.family, self.shape)
             return self.pipe(**given, num_inference_steps=self.options.pipeline, output_type="pt")
 
-        return {"pipeline_first_s": seconds(draw, self.device), "pipeline_s": seconds(draw, self.device)}
+        steps = {"pipeline_steps": self.options.pipeline}
+        return {**steps, "pipeline_first_s": seconds(draw, self.device), "pipeline_s": seconds(draw, self.device)}
 
 
 def start_compiler(options: argparse.Namespace) -> None:

@@ -22,7 +22,6 @@ from diffgraph.prompts.buckets import PromptBuckets
 from diffgraph.values.compare import same_bits
 
 LENGTHS = (20, 40, 64, 70, 100, 130, 190, 200, 270, 330, 400, 520, 600, 726, 850, 1000)
-EQUAL = 200.0  # dB
 COLUMNS = {
     "family": "family",
     "shape": "shape",
@@ -35,6 +34,7 @@ COLUMNS = {
     "difference": "difference",
     "bit-equal": "equal",
     "eager, masked": "masked",
+    "latents equal": "latents_equal",
     "PSNR dB": "psnr",
     "eager, masked dB": "masked_psnr",
 }
@@ -110,25 +110,26 @@ class Case:
         diffgraph.accelerate_pipeline(self.pipe)
         try:
             self._latents(given, 3)  # each call recorded, and verified
-            found = {"psnr": psnr(self._latents(given, steps), want), "steps": steps}
+            found = psnr(self._latents(given, steps), want)
         finally:
             diffgraph.restore_pipeline(self.pipe)
             release()
-        if found["psnr"] == EQUAL:
-            return found | {"masked_psnr": None}
+        row = {"steps": steps, "psnr": found, "latents_equal": found is None, "masked_psnr": None}
+        if found is None:
+            return row
         names = [name for name in given if name.endswith(("prompt_embeds", "prompt_embeds_mask"))]
         padded = {name: rows(given[name], bucket, 1) for name in names if given[name].shape[1] == length}
-        return found | {"masked_psnr": psnr(self._latents(given | padded, steps), want)}
+        return row | {"masked_psnr": psnr(self._latents(given | padded, steps), want)}
 
     def _latents(self, given: dict[str, Any], steps: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         return self.pipe(**{**given, "generator": generator}, num_inference_steps=steps, output_type="latent")[0]
 
 
-def psnr(found: torch.Tensor, want: torch.Tensor) -> float:
-    """In dB, over the range of `want`; `EQUAL` where they are."""
+def psnr(found: torch.Tensor, want: torch.Tensor) -> float | None:
+    """In dB, over the range of `want`; `None` where they are equal."""
     error = float((found.double() - want.double()).square().mean())
-    return EQUAL if error == 0 else 20 * log10(float(want.double().max() - want.double().min())) - 10 * log10(error)
+    return None if error == 0 else 20 * log10(float(want.double().max() - want.double().min())) - 10 * log10(error)
 
 
 def _distance(found: Any, want: Any) -> float:

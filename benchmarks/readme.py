@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prompts import EQUAL
 from diffgraph.reasons import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,7 +88,7 @@ def _whole_prompts(rows: list[dict[str, Any]]) -> str:
     whole = sorted((r for r in rows if r["what"] == "prompt, whole call"), key=lambda r: r["length"])
     if not whole:
         return ""
-    apart = [r for r in whole if r["psnr"] < EQUAL]
+    apart = [r for r in whole if not r["latents_equal"]]
     same = ", ".join(str(r["length"]) for r in whole if r not in apart)
     others = "".join(f"; {r['length']}: PSNR {r['psnr']:.1f} dB (eager's own, masked: {r['masked_psnr']:.1f})" for r in apart)
     steps = whole[0]["steps"]
@@ -103,7 +102,8 @@ def finetuning() -> str:
     curves = [row for row in rows.values() if row["what"] == "finetuning curve" and row["mode"] != "eager"]
     lines = [
         f"Measured on {data['machine']}, torch {data['versions']['torch']}: one training step of a LoRA of rank 16 on the "
-        "attention of bf16 models, batch 1, fused AdamW. Last column: both beside eager under deterministic kernels.",
+        "attention of bf16 models, batch 1, fused AdamW. Last column: both beside eager under deterministic kernels. "
+        "Eager's time depends on the host's Python, which differs by a factor of two between hosts.",
         "",
         "| model | shape | eager ms | the step recorded ms | | the module recorded ms | | pool MiB | loss curve |",
         "|---|---|--:|--:|--:|--:|--:|--:|---|",
@@ -200,6 +200,11 @@ def _place(item: tuple[tuple[str, ...], Any]) -> tuple[bool, int]:
     return shape == "1024x1024" and family != "sana", list(NAMES).index(family)
 
 
+def _rank_order(key: tuple[str, ...]) -> tuple[Any, ...]:
+    what, family, shape, mode = key
+    return list(NAMES).index(family), list(map(int, shape.split("x"))), what, mode.partition(" ")[0], "eager" not in mode
+
+
 def parallel() -> str:
     """What several GPUs gain over one, eager and recorded."""
     if not PARALLEL.exists():
@@ -214,16 +219,13 @@ def parallel() -> str:
         "| model | shape | what | | ms | |",
         "|---|---|---|---|--:|--:|",
     ]
-    order = list(NAMES)
-    for (what, family, shape, mode), row in sorted(
-        rows.items(), key=lambda item: (order.index(item[0][1]), item[0][2], item[0][0])
-    ):
+    for (what, family, shape, mode), row in sorted(rows.items(), key=lambda item: _rank_order(item[0])):
         eager = alone.get((what, family, shape))
         if what == "parallel soak" or eager is None:
             continue
         whole = f"pipeline, {row['steps']} steps" if what == "parallel pipeline" else "one denoiser call"
-        gain = f"**{eager['ms'] / row['ms']:.2f}x**"
-        lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {whole} | {mode} | {row['ms']:.1f} | {gain} |")
+        gain = f"{row['ms']:.1f} | **{eager['ms'] / row['ms']:.2f}x**" if row["ms"] else "given up, not faster | "
+        lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {whole} | {mode} | {gain} |")
     soaked = [r for r in rows.values() if r["what"] == "parallel soak"]
     soaks = [f"- {r['mode']}, {r['shape'].replace('x', '×')}: {r['note']}." for r in soaked]
     return "\n".join([*lines, "", *soaks]).rstrip()
@@ -241,8 +243,9 @@ def peers() -> str:
         tables.setdefault(" and ".join(with_what), []).append(row)
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {data['versions']['torch']}, published sizes with random weights: ms "
-        "of one denoiser call, in brackets seconds to build it. Floor: FLOPs at the rate of one large matrix product, or the "
-        "weights read once. `python -m benchmarks.peers` measures it.",
+        "of one denoiser call, in brackets seconds to build it (–: not measured). Hosts are other ones than in the table above, "
+        "and some were faster: compare within a row. Floor: FLOPs at the rate of one large matrix product, or the weights "
+        "read once. `python -m benchmarks.peers` measures it.",
     ]
     for with_what in sorted(tables):
         lines += ["", *([f"With {with_what}:", ""] if with_what else []), *_peers(tables[with_what])]
@@ -267,15 +270,22 @@ def _peers(found: list[dict[str, Any]]) -> list[str]:
 
 def _later(found: list[dict[str, Any]]) -> list[str]:
     """What a second size and a second prompt length cost when they first come."""
-    cells = []
-    for mode in ("breakable", "breakable+compile", "torch.compile:regional"):
-        lost = [row[key] for row in found if row["mode"] == mode for key in ("size_s", "prompt_s") if row.get(key) is not None]
-        cells += [f"`{mode}` {_span(lost)} s"] if lost else []
-    return [f"- A second size, or prompt length, costs when it first comes: {', '.join(cells)}."] if cells else []
+    lines = []
+    for family, shape in dict.fromkeys((row["family"], row["shape"]) for row in found):
+        own = [row for row in found if (row["family"], row["shape"]) == (family, shape) and row["mode"] != "eager"]
+        told = [f"`{r['mode']}` {r['size_s']:.1f}{_and(r.get('prompt_s'))} s" for r in own if r.get("size_s") is not None]
+        lines += (
+            [f"- {NAMES[family]}: a second size and prompt length cost, when they first come, {', '.join(told)}."] if told else []
+        )
+    return lines
+
+
+def _and(s: float | None) -> str:
+    return "" if s is None else f" and {s:.1f}"
 
 
 def _where_time_goes(found: list[dict[str, Any]]) -> list[str]:
-    """Of the fastest mode of ours, by kind of kernel."""
+    """By kind of kernel, of the modes that were profiled."""
     lines = []
     for row in (row for row in found if row.get("idle_ms") is not None):
         rest = [r for r in found if (r["family"], r["shape"]) == (row["family"], row["shape"]) and r["ms"]]
@@ -285,7 +295,7 @@ def _where_time_goes(found: list[dict[str, Any]]) -> list[str]:
             ("matrix products", "matrix"),
             ("attention", "attention"),
             ("other kernels", "other"),
-            ("gaps at breaks", "idle"),
+            ("idle", "idle"),
         )
         told = ", ".join(f"{name} {row[f'{key}_ms']:.1f}" for name, key in parts)
         lines.append(f"- {NAMES[row['family']]}, `{row['mode']}`{short}: of {row['ms']:.1f} ms, {told}.")
@@ -299,29 +309,35 @@ def _whole_calls(found: list[dict[str, Any]]) -> list[str]:
     for place, s in eager.items():
         rows = [r for r in found if (r["family"], r["shape"]) == place and r.get("pipeline_s") and r["mode"] != "eager"]
         told = [f"`{r['mode']}` {r['pipeline_s']:.2f} s (**{s / r['pipeline_s']:.2f}x**)" for r in rows]
-        lines.append(f"- The whole pipeline, {NAMES[place[0]]} {place[1].replace('x', '×')}: eager {s:.2f} s, {', '.join(told)}.")
+        steps = f", {rows[0]['pipeline_steps']} steps" if rows and rows[0].get("pipeline_steps") else ""
+        where = f"{NAMES[place[0]]} {place[1].replace('x', '×')}{steps}"
+        lines.append(f"- The whole pipeline, one call, {where}: eager {s:.2f} s, {', '.join(told)}.")
     return lines
 
 
 def few_steps() -> str:
     """Distilled pipelines from a text to a picture, measured."""
     data, rows = read(RESULTS)
-    found = [row for row in rows.values() if row["what"] == "few steps"]
+    found = {key[1:]: row for key, row in rows.items() if key[0] == "few steps"}
+    modes = {"denoiser": "the denoiser recorded", "every": "every component", "every+compile": "every component, compiled"}
     lines = [
-        f"From a text to a picture on {data['machine']}, text encoders and VAE of published size with random weights, 512×512, "
-        "bf16; in brackets the gain over eager, and whether the picture has eager's bits:",
+        f"From a text to a picture on {data['machine']}, text encoders and VAE of published size with random weights, bf16: "
+        "seconds, in brackets the gain over eager, and whether the picture has eager's bits.",
         "",
-        "| pipeline | eager s | the denoiser recorded | every component | every component, compiled |",
-        "|---|--:|--:|--:|--:|",
+        f"| pipeline | steps | shape | eager | {' | '.join(modes.values())} |",
+        f"|---|--:|---|--:|{'--:|' * len(modes)}",
     ]
-    for family in dict.fromkeys(row["family"] for row in found):
-        own = {row["mode"]: row for row in found if row["family"] == family}
-        cells = [
-            f"{r['s']:.3f} ({r['ratio']:.2f}x, {'equal' if r['equal'] else 'rounds'})" for m, r in own.items() if m != "eager"
-        ]
-        name = f"{FEW_STEPS[family]}, {own['eager']['steps']} steps"
-        lines.append(f"| {name} | {own['eager']['s']:.3f} | {' | '.join(cells)} |")
-    return "\n".join(lines) if found else ""
+    for family, shape in dict.fromkeys(key[:2] for key in found):
+        eager = found[family, shape, "eager"]
+        cells = [_few(found.get((family, shape, mode))) for mode in modes]
+        place = f"{FEW_STEPS[family]} | {eager['steps']} | {shape.replace('x', '×')}"
+        lines.append(f"| {place} | {eager['s']:.3f} | {' | '.join(cells)} |")
+    notes = [f"- {FEW_STEPS[f]}, {modes[m]}: {row['note']}." for (f, _, m), row in found.items() if row["note"]]
+    return "\n".join([*lines, *([""] if notes else []), *notes]) if found else ""
+
+
+def _few(row: dict[str, Any] | None) -> str:
+    return "–" if row is None else f"{row['s']:.3f} ({row['ratio']:.2f}x, {'equal' if row['equal'] else 'rounds'})"
 
 
 def _peer(row: dict[str, Any] | None, fastest: float | None) -> str:
@@ -344,13 +360,15 @@ def spent(rows: list[dict[str, Any]]) -> list[str]:
     over = [r for r in breakable if r.get("over_full_ms") is not None]
     runner, again = (read(path)[1]["denoiser", "qwen_image", "512x512", "breakable"] for path in (RESULTS, ANOTHER_RUN))
     memory = [r["pool_mib"] for r in rows if r["what"] == "memory"]
+    others = [r["runner_ms"] for r in read(ANOTHER_RUN)[1].values() if r["what"] == "denoiser" and r["mode"] == "breakable"]
     lines = [
         f"- Breaks cost {_span(r['over_full_ms'] for r in over)} ms a call over one whole graph "
         f"({_span(100 * r['over_full_ms'] / (r['ms'] - r['over_full_ms']) for r in over)} %): copies of the breaks' results to "
         f"their boundary buffers ({_span((r['boundary_copy_ms'] for r in over), 2)} ms), and launch gaps around each break. The "
         "pool of a breakable recording is as large as that of a whole graph.",
-        f"- The runner's own work (signature, guards, copies) is {runner['runner_ms']:.2f} ms of CPU a call on Qwen-Image's "
-        f"1,933 parameters ({again['runner_ms']:.2f} ms in the other run), while the GPU is busy with what was launched before.",
+        f"- The runner's own work (signature, guards, copies) is {_span(r['runner_ms'] for r in breakable)} ms of CPU a call in "
+        f"these rows ({_span(others)} ms in the other run; Qwen-Image, 1,933 parameters, at 512²: {runner['runner_ms']:.2f} and "
+        f"{again['runner_ms']:.2f} ms), while the GPU is busy with what was launched before.",
     ]
     if memory:
         lines.append(

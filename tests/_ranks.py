@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import diffgraph
+from benchmarks.parallel import one_device_a_rank
 from diffgraph.devices.collectives import arrived
 from diffgraph.engine.current import open_recorder
 from diffgraph.parallel import ranks as ranks_module
@@ -29,21 +30,20 @@ def act(fn):
 def run(rank, port, device, answers):
     """All acts, on one rank; `answers` takes what it saw of each."""
     torch.set_num_threads(1)
-    if device == "cpu":
-        torch.accelerator.device_count = lambda: 1  # by which diffusers divides, and which is 0 on a CPU
-    else:
+    if device != "cpu":
         torch.cuda.set_device(rank)
         verification.MAX_SLOWER = float("inf")  # toys are faster without breaks
     PLACE.append(torch.device(device))
     store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=rank == 0)
     dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=WORLD)
     ranks_module.TIMEOUT_S = 100.0
-    for name, fn in acts(device).items():
-        try:
-            seen = fn(rank)
-        except Exception:
-            seen = traceback.format_exc()
-        answers.put((rank, name, seen))
+    with one_device_a_rank(device):
+        for name, fn in acts(device).items():
+            try:
+                seen = fn(rank)
+            except Exception:
+                seen = traceback.format_exc()
+            answers.put((rank, name, seen))
     gc.collect()  # NCCL waits for the graphs that hold its collectives
     dist.destroy_process_group()
 

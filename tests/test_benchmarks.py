@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import _table, chart, denoiser, finetuning, memory, peers, pipeline, readme
+from benchmarks import _spent, _table, chart, denoiser, few_steps, finetuning, memory, peers, pipeline, prompts, readme
 
 COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
 TINY = ["--size", "tiny", "--device", "cpu"]
@@ -161,3 +161,46 @@ def test_the_table_of_several_gpus_compares_with_one_gpus_eager_call(tmp_path, m
     lines = readme.parallel().splitlines()
     assert "| FLUX.1 11.9B | 512×512 | one denoiser call | 2 GPUs: ulysses, recorded | 40.0 | **2.00x** |" in lines
     assert lines[-1] == "- 2 GPUs: ulysses, recorded, 512×512: 0 wrong results."
+
+
+def test_a_picture_from_a_text_is_measured_with_every_component(tmp_path, monkeypatch):
+    out = tmp_path / "cpu.json"
+    rows = run(few_steps, out, "--families", "flux", "--shape", "64x64", "--repeats", "1", "--modes", "denoiser,every")
+    assert [row["mode"] for row in rows] == ["eager", "denoiser", "every"]
+    for row in rows:
+        assert row.keys() >= COLUMNS and row["s"] > 0 and row["ratio"] > 0 and row["first_s"] > 0
+        assert row["equal"] is True and row["note"] is None and row["steps"] == 4
+    assert rows[2]["segments"] > rows[1]["segments"] > 0
+    monkeypatch.setattr(readme, "RESULTS", out)
+    (line,) = (line for line in readme.few_steps().splitlines() if line.startswith("| FLUX.1-schnell"))
+    assert line.count("equal") == 2 and line.endswith("| – |"), "the mode that is missing keeps its column"
+
+
+def test_whole_calls_of_each_prompt_length_are_compared_alone(tmp_path):
+    out = tmp_path / "cpu.json"
+    rows = run(prompts, out, "--lengths", "5,28", "--shape", "64x64", "--steps", "3", "--repeats", "0")
+    assert [row["what"] for row in rows] == ["prompt, whole call"] * 2
+    for row in rows:
+        assert row["latents_equal"] or min(row["psnr"], row["masked_psnr"]) > 100
+        assert "cost" not in row
+
+
+@pytest.mark.parametrize(
+    "kernel, kind",
+    [
+        ("nvjet_tst_128x64_64x10_1x2_h_bz_coopB_TNT", "matrix"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "matrix"),
+        ("triton_tem_fused_addmm_3", "matrix"),
+        ("pytorch_flash::flash_fwd_kernel", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("triton_poi_fused_add_mul_0", "other"),
+    ],
+)
+def test_kernels_are_sorted_by_their_names(kernel, kind):
+    assert _spent.kind(kernel) == kind
+
+
+def test_what_comes_later_comes_in_some_modes_alone(tmp_path):
+    options = ["--families", "pixart", "--repeats", "1", "--second-shape", "32x32", "--compiler", "eager"]
+    rows = run(peers, tmp_path / "cpu.json", *options, "--modes", "eager,breakable", "--later-in", "breakable")
+    assert ["size_ms" in row for row in rows] == [False, True]

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,14 +33,15 @@ class Sums(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("options", [{}, {"verify": False}, {"compile_blocks": {"backend": "eager"}}], ids=str)
-def test_what_is_written_to_a_tensor_that_nobody_registered_is_written_once_a_call(read, options):
+def test_what_is_written_to_a_tensor_that_nobody_registered_is_written_once_a_call(read, options, mode):
     totals = torch.zeros(2, 8), torch.zeros(2, 8)
     eager, module = (Sums(read, total).eval() for total in totals)
     module.load_state_dict(eager.state_dict())
     diffgraph.accelerate_module(module, **options)
-    with torch.no_grad():
+    with mode():
         for i in range(10):
             assert torch.equal(module(X + i), eager(X + i))
             assert torch.equal(*totals), i
@@ -59,6 +61,69 @@ def test_it_is_written_once_where_recording_fails_halfway():
         for _ in range(5):
             module(torch.ones(2, 8))
     assert torch.equal(total, torch.full((2, 8), 5.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"compile_blocks": {"backend": "eager"}}], ids=str)
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+def test_a_sparse_tensor_from_elsewhere_may_be_written(options):
+    table = torch.eye(8).to_sparse()
+
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x):
+            table.mul_(2.0)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    module = diffgraph.accelerate_module(Scales(), **options)
+    with torch.no_grad():
+        for _ in range(5):
+            module(X)
+    assert torch.equal(table.to_dense(), 32 * torch.eye(8))
+
+
+def test_a_tensor_that_the_forward_makes_of_numbers_is_its_own():
+    class Made(nn.Module):
+        def forward(self, x):
+            scale = torch.tensor([2.0, 1, 1, 1, 1, 1, 1, 1])
+            scale[0] = 5
+            scale.mul_(3)
+            return x * scale
+
+    settle(accelerated(Made()), X)
+
+
+def test_a_break_may_write_to_what_it_makes_itself():
+    @diffgraph.eager_on_graph
+    def dynamic(x):
+        made = torch.zeros(2, 8)
+        made.add_(x)
+        return made
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(dynamic(self.layer(x)))
+
+    settle(accelerated(Breaks()), X)
+
+
+def test_a_graph_of_its_own_keeps_no_copy_of_what_it_writes():
+    out, x = torch.zeros(8), torch.ones(8)
+    sequence = diffgraph.GraphSequence()
+    with diffgraph.breakable_graph(sequence):
+        out.copy_(x * 2)
+        out.add_(1)
+    x.fill_(3)
+    sequence.replay()
+    assert torch.equal(out, torch.full((8,), 7.0))
 
 
 def test_a_tensor_from_elsewhere_that_is_read_alone_is_recorded():
@@ -187,20 +252,70 @@ def test_the_fast_path_of_attention_is_part_of_the_signature():
     assert calls(module, 1, X[None]) == ["replay"]
 
 
-def test_an_attribute_of_a_weight_is_watched():
-    class Gained(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-            self.layer.weight.gain = 1.0
+class Gained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.layer.weight.gain, self.layer.weight.more, self.layer.weight.owner = 1.0, {"gain": 1.0}, SimpleNamespace(gain=1.0)
 
-        def forward(self, x):
-            return self.layer(x) * self.layer.weight.gain
+    def forward(self, x):
+        weight = self.layer.weight
+        return self.layer(x) * weight.gain * weight.more["gain"] * weight.owner.gain * getattr(weight, "other", 1.0)
 
+
+def another(weight):
+    made = nn.Parameter(weight.data)
+    made.gain, made.more, made.owner = 3.0, weight.more, weight.owner
+    return made
+
+
+CHANGES = {
+    "a number": lambda layer: setattr(layer.weight, "gain", 3.0),
+    "one more": lambda layer: setattr(layer.weight, "other", 3.0),
+    "in a dict": lambda layer: layer.weight.more.update(gain=3.0),
+    "of an object": lambda layer: setattr(layer.weight.owner, "gain", 3.0),
+    "another weight": lambda layer: setattr(layer, "weight", another(layer.weight)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_attributes_of_a_weight_are_watched(change):
     module = accelerated(Gained())
     settle(module, X)
-    module.layer.weight.gain = 3.0
-    assert calls(module, 1, X) == ["attributes_changed"]
+    change(module.layer)
+    assert calls(module, 3, X)[0] in ("attributes_changed", "weights_changed")
+
+
+def test_what_loaders_and_compilers_note_on_a_tensor_is_no_attribute():
+    module = accelerated(Gained())
+    settle(module, X)
+    module.layer.bias._is_hf_initialized = True
+    given = X.clone()
+    torch._dynamo.mark_dynamic(given, 0)
+    assert calls(module, 2, given) == ["replay"] * 2
+
+
+def test_a_failure_is_the_callers_own_where_what_was_written_cannot_be_put_back():
+    total = torch.zeros(8)
+
+    class Fails(nn.Module):
+        def forward(self, x):
+            total.add_(1)
+            if CALLS:
+                total.resize_(0)
+                raise LookupError("mine")
+            CALLS.append(True)
+            return x * 1
+
+    module = diffgraph.accelerate_module(Fails())
+    with torch.no_grad():
+        module(X)
+        with pytest.raises(LookupError, match="mine"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module(X)
+
+
+CALLS = []
 
 
 def test_a_warning_that_is_an_error_is_raised_once():

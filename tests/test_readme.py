@@ -85,7 +85,7 @@ def test_the_committed_results_are_complete_and_equal_to_eager(path):
             assert row["cost"] <= 5 and (row["equal"] or row["difference"] <= row["masked"]), row
             continue
         if row["what"] == "prompt, whole call":
-            assert row["psnr"] >= 50 and row["steps"] == 50, row
+            assert (row["latents_equal"] or row["psnr"] >= 50) and row["steps"] == 50, row
             continue
         assert set(row) >= KEYS
         if row["what"] == "finetuning":  # its kernels add in no fixed order

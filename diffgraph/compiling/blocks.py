@@ -73,8 +73,8 @@ class BlockCompiler:
         with dynamo.config.patch(automatic_dynamic_shapes=signature != self._first):
             forward()
         if Tally.entered == entered:
-            # transformers puts some on layers whose states are asked for.
-            why = "" if any(map(_is_plain, repeated_blocks(module))) else ": all have hooks"
+            blocks = repeated_blocks(module)
+            why = ": all have hooks, or a patched forward" if blocks and not any(map(_is_plain, blocks)) else ""
             raise CaptureError(f"no repeated block of {type(module).__name__} could be compiled{why}")
         self.forgive()
         return Compilation(Tally.compiles - compiles, perf_counter() - start)

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -37,7 +38,7 @@ from diffgraph.engine.recordable import (
 )
 from diffgraph.engine.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.engine.untraced import untraced
-from diffgraph.engine.write_log import WriteLog, WritesNoted
+from diffgraph.engine.write_log import WriteLog, WritesSeen
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
 from diffgraph.values.ambient import Ambient
 from diffgraph.values.tensors import (
@@ -95,20 +96,22 @@ def record(
     inputs: Iterable[torch.Tensor] = (),
     rules: Rules = _ANY,
     log: WriteLog | None = None,
+    elsewhere: WriteLog | None = None,
     after: Recorder | None = None,
 ) -> Iterator[Recorder]:
     """As `breakable_graph`, for those who guard addresses themselves.
 
-    `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`, others in `elsewhere`; an op that fails to
-    be recorded raises `OpNotRecordable`. `log`: gradients are recorded as well, what is written for good is noted there, and
-    nothing may be brought to the host, since a replay that then stops could not be undone. `after`: the recording that always
-    replays before this one, in the same pool: what it bore is borne for this one too.
+    `weights` are not kept alive; writes to `inputs` are noted in `recorder.written`, and writes to what is neither of these, but
+    outlives the forward, in `elsewhere`; an op that fails to be recorded raises `OpNotRecordable`. `log`: gradients are recorded
+    as well, what is written for good is noted there, and nothing may be brought to the host, since a replay that then stops could
+    not be undone. `after`: the recording that always replays before this one, in the same pool: what it bore is borne for this
+    one too.
     """
     if not isinstance(sequence, GraphSequence):
         raise OptionTypeError(f"{sequence!r} is no GraphSequence; accepted: `with breakable_graph(GraphSequence()):`")
     if open_recorder() is not None or foreign_capture():
         raise CaptureError("a capture is open already in this thread; graphs cannot be opened inside one another")
-    recorder = Recorder(sequence, weights, inputs, rules, log)
+    recorder = Recorder(sequence, weights, inputs, rules, log, elsewhere)
     if after is not None:
         recorder.continue_after(after)
     state = precision() if log is None else _with_gradients(sequence.pool.device)
@@ -124,8 +127,10 @@ def record(
                 yield recorder
             recorder.finish()
         except BaseException:
-            recorder.abort()
-            sequence.pool.set_rng_state(rng)
+            try:
+                recorder.abort()
+            finally:
+                sequence.pool.set_rng_state(rng)
             raise
         finally:
             opened.recorder = None
@@ -198,11 +203,12 @@ class Recorder(TorchDispatchMode):
         inputs: Iterable[torch.Tensor],
         rules: Rules,
         log: WriteLog | None = None,
+        elsewhere: WriteLog | None = None,
     ) -> None:
         super().__init__()
         self._rules, self._ranks = rules, rules.ranks
-        self._log = log
-        self._generators_set: set[bool] = set()  # by what is recorded: the host's (`True`), a GPU's
+        self._log, self._elsewhere = log, elsewhere
+        self._gpu_generator_set = self._host_generator_set = False  # by what is recorded
         self._generator = HostGenerator()  # as the last op that drew has left it
         self._collectives = 0  # since the last step was closed
         self._under_way: dict[int, torch.Tensor] = {}  # by storage: what collectives make, and nobody has waited for
@@ -210,7 +216,6 @@ class Recorder(TorchDispatchMode):
         self.pool = sequence.pool
         self.in_break = False
         self.written: list[str] = []  # ops that wrote to an input
-        self.elsewhere = WriteLog(is_for_undoing=True)  # what else outlives the forward, is no weight, and was written
         self.failure: BaseException | None = None
         self._segment: Any = None
         self._weights = {storage_of(t) for tensor in weights for t in plain_parts(tensor)}
@@ -224,11 +229,14 @@ class Recorder(TorchDispatchMode):
 
     def note_setting(self, *, of_the_host: bool) -> None:
         """A generator is set by what is recorded."""
-        self._generators_set.add(of_the_host)
+        if of_the_host:
+            self._host_generator_set = True
+        else:
+            self._gpu_generator_set = True
 
     def _host_generator_was_set(self) -> bool:
         """And not set back. While a picture is drawn other threads draw from it as well; a training step has it to itself."""
-        return (self._log is not None or True in self._generators_set) and self._generator.was_set()
+        return (self._log is not None or self._host_generator_set) and self._generator.was_set()
 
     def continue_after(self, other: Recorder) -> None:
         self._born = dict(other._born)
@@ -253,7 +261,9 @@ class Recorder(TorchDispatchMode):
         if segment is not None:
             segment.abort()
         self.sequence.reset()
-        self.elsewhere.undo()  # eager will do it again
+        if self._elsewhere is not None:
+            with suppress(RuntimeError):  # its memory may have another size by now
+                self._elsewhere.undo()  # eager will do it again
 
     def _close(self, *, is_last: bool = False) -> None:
         """End the open segment, hand it the results it waits for, and let it run."""
@@ -273,8 +283,8 @@ class Recorder(TorchDispatchMode):
                 for _, binding, result in self._pending:
                     binding.accept(result, "")
                 self._pending.clear()
-                log = self.elsewhere if self._log is None else self._log
-                if log.is_for_undoing or not is_last:
+                log = self._elsewhere if self._log is None else self._log
+                if log is not None and (log.is_for_undoing or not is_last):
                     log.before_running()  # before `end` they would be recorded: copies of what the segment has written
                 segment.replay()
 
@@ -297,6 +307,8 @@ class Recorder(TorchDispatchMode):
         if any(map(is_made_of_others, types)):
             return NotImplemented  # a quantised weight, say: what it does with the tensors that it is made of comes by here
         kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:  # what Python has made of numbers; a replay makes it anew
+            func = torch.ops.aten.clone.default
         if isinstance(func, torch._ops.HigherOrderOperator):
             with self:  # the ops that it is made of are recorded
                 return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
@@ -314,7 +326,7 @@ class Recorder(TorchDispatchMode):
         if why_not is not None:
             raise CaptureError(f"{func} cannot be replayed: {why_not}")
         if draws(func, args, kwargs):
-            if False in self._generators_set or self._host_generator_was_set():
+            if self._gpu_generator_set or self._host_generator_was_set():
                 why = "a generator was set before it (gradient checkpointing, which draws the same dropout twice, does that)"
                 raise CaptureError(f"{func} cannot be replayed: {why}")
             result = self._run(func, args, kwargs, leaves, collective)
@@ -378,10 +390,11 @@ class Recorder(TorchDispatchMode):
         if any(storage_of(t) in self._inputs for t in written):
             self.written.append(str(func))
         log = self._log
-        if log is None:
-            log, known = self.elsewhere, self._inputs | self._weights | self._made_on_host.keys()
+        if log is None and self._elsewhere is not None and not self.in_break:  # which has memory of its own
+            log, known = self._elsewhere, self._inputs | self._weights | self._made_on_host.keys()
             written = [t for t in written if storage_of(t) not in known]
-        log.note(written, runs_now=self.pool.runs_while_recording)
+        if log is not None:
+            log.note(written, runs_now=self.pool.runs_while_recording)
 
     def _note_lifetimes(self, read: list[torch.Tensor], result: Any) -> None:
         for tensor in read:
@@ -470,7 +483,7 @@ class Recorder(TorchDispatchMode):
         in training, what it writes must be known). An op's writes are noted already."""
         noted: Any = nullcontext()
         if self._log is not None and not isinstance(fn, torch._ops.OpOverload):
-            noted = WritesNoted(self._log, self.is_born)
+            noted = WritesSeen(partial(self._log.note, runs_now=True), self.is_born)
         self.in_break = True
         try:
             # With other ranks we see the collectives of a break, too.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from diffgraph.guards.writes import versions
-from diffgraph.values.tensors import is_made_of_others
+from diffgraph.values.tensors import is_made_of_others, is_mark
 
 Table = dict[str, Any]
 
@@ -105,5 +105,5 @@ def _is_part(value: Any) -> bool:
 def _contents(table: Table) -> list[tuple[str, Any]]:
     """What a table holds; parts stand for themselves by their identity, for as long as the weak references to them live. What the
     compiler notes on a weight says nothing of it."""
-    items = [(key, value) for key, value in table.items() if not key.startswith("_dynamo_")]
+    items = [(key, value) for key, value in table.items() if not is_mark(key)]
     return [(key, id(value) if _is_part(value) else value) for key, value in items]

@@ -46,6 +46,7 @@ from diffgraph.guards.reach import (
 from diffgraph.guards.refusals import global_hook_tables
 from diffgraph.guards.writes import Writes
 from diffgraph.reasons import Reason
+from diffgraph.values.tensors import own_attributes
 
 _ONE_IN = 16  # weights is asked whether it wants gradients, which decides how a matrix product is computed; asking all is dear
 Table = dict[str, Any]
@@ -95,8 +96,7 @@ class Fingerprint:
         others = [(d, name) for d, name in present if not _is_plain(d[name])]
         self._composed = ComposedWeights(others)
         self._memory = Memory([*self._weights(), *self._composed.parts()])
-        noted = ((vars(d[name]), key) for d, name in own_memory for key in vars(d[name]))
-        self._attributes_of_weights = [(table, key) for table, key in noted if not key.startswith("_dynamo_")]
+        self._attributed = [(d, name) for d, name in own_memory if d[name].__dict__ and own_attributes(d[name])]
         # What is not torch's or diffusers' own may look for what it had none of.
         lists = (*HOLDERS, torch.nn.Sequential)
         own = [m for m in modules if not type(m).__module__.startswith(("torch.", "diffusers.")) or isinstance(m, lists)]
@@ -112,16 +112,20 @@ class Fingerprint:
         self._owners: dict[int, type] = dict(zip(map(id, self._class_tables), classes, strict=True))
         shared = [(table, key) for table in self._class_tables for key, value in table.items() if is_data(key, value)]
         seen = {id(owner) for owner, *_ in readers}
+        for weight in (table[name] for table, name in self._attributed):
+            names = own_attributes(weight)
+            readers.append((weight, tuple(names), False, vars(weight)))
+            readers += [r for n in names for owned in objects_in(vars(weight)[n], seen, DEPTH) for r in readers_of(owned)]
         readers += [r for table, key in shared for owned in objects_in(table[key], seen, DEPTH) for r in readers_of(owned)]
         # Written at every call, though nothing that matters changes: these are read, not watched.
         restless = {id(table) for *_, table in readers if not is_watched(table) or table is self._root_table}
         self._whole = Values([table for _, _, whole, table in readers if whole])
         single = [(table, key) for _, keys, whole, table in readers if not whole for key in keys]
         self._single = Slots([(table, key) for table, key in single if id(table) not in restless])
-        of_weights = self._attributes_of_weights
-        self._restless = Slots([*((table, key) for table, key in single if id(table) in restless), *shared, *of_weights])
+        attributed = self._attributed  # another weight in its place may have others
+        self._restless = Slots([*((table, key) for table, key in single if id(table) in restless), *shared, *attributed])
+        self._owners |= {id(table): torch.nn.Module for table, _ in attributed}
         self._owners |= {id(table): type(owner) for owner, *_, table in readers}
-        self._owners |= {id(table): torch.nn.Parameter for table, _ in of_weights}
         named = [*((table, key) for _, keys, _, table in readers for key in keys), *shared]
         restless |= set(map(id, self._class_tables))
         containers = [(t, k) for t, k in named if is_container(t[k])]

@@ -41,7 +41,7 @@ class Recording:
         self.inputs = inputs
         self.sequence = sequence
         self.wrote_inputs = False  # it wrote to its arguments, which a replay would do to the static inputs only
-        self.elsewhere = WriteLog()  # to what else it wrote that nobody guards: a replay to be compared would do so, too
+        self.elsewhere = WriteLog(is_for_undoing=True)  # what else it wrote: a replay to be compared would do so, too
         self.draws = False  # it draws random numbers
         self.unused_breaks: list[str] = []  # names given to `breaks` that the forward never called
         self.left: list[Any] | None = None  # by the last run, in the caller's containers, where the forward changes them
@@ -269,13 +269,13 @@ def _recorded(
     weights = chain(module.parameters(), module.buffers())
     with (
         around.placed(module, recording.padding),
-        record(sequence, weights=weights, inputs=inputs.tensors, rules=rules) as recorder,
+        record(sequence, weights=weights, inputs=inputs.tensors, rules=rules, elsewhere=recording.elsewhere) as recorder,
     ):
         output = map_leaves(settled, forward(*args, **kwargs), objects=True)
         changed = inputs.changed(args, kwargs)
         check_outputs((output, changed and changed[0]))
         _check_host_reads(sequence)
-    recording.wrote_inputs, recording.elsewhere = bool(recorder.written), recorder.elsewhere
+    recording.wrote_inputs = bool(recorder.written)
     recording.set_outputs(output, changed, recorder.is_born)
     recording.draws = recording.pool.drew(rng)
     recording.unused_breaks = break_points.unused(around.breaks, sequence)

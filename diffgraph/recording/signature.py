@@ -12,6 +12,7 @@ from diffgraph.prompts.buckets import Prompt, PromptBuckets
 from diffgraph.reasons import Reason, Refused
 from diffgraph.values.ambient import attention_kernels, attention_order
 from diffgraph.values.constants import is_constant
+from diffgraph.values.tensors import own_attributes
 from diffgraph.values.tree import LEAF, Spec, TooManyLeaves, flatten
 
 #: A call with more leaves is not worth a signature: it would cost more than the graph saves.
@@ -82,8 +83,8 @@ def describe_leaf(i: int, leaf: Any, device: torch.device, first: dict[int, int]
         strides = layout(leaf)
         if strides is not CONTIGUOUS and _overlaps(leaf):
             raise Refused(Reason.UNSUPPORTED_INPUT, "a tensor whose elements overlap in memory")
-        if any(not name.startswith("_dynamo_") for name in leaf.__dict__):
-            raise Refused(Reason.UNSUPPORTED_INPUT, f"a tensor with attributes of its own: {', '.join(leaf.__dict__)}")
+        if leaf.__dict__ and (names := own_attributes(leaf)):
+            raise Refused(Reason.UNSUPPORTED_INPUT, f"a tensor with attributes of its own: {', '.join(names)}")
         is_parameter = type(leaf) is torch.nn.Parameter
         # `matmul` takes another path, with other bits, for one that wants gradients.
         return torch.Tensor, leaf.shape, strides, leaf.dtype, first.setdefault(id(leaf), i), leaf.requires_grad, is_parameter

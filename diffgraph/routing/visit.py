@@ -64,7 +64,7 @@ class Visit(NamedTuple):
         watched = runner.compiler is not None and runner.wrapped is None
         with writes_elsewhere(self.module, self.call.leaves) if watched else nullcontext() as elsewhere:
             output = runner.eager(self.module, self.args, self.kwargs)
-        if elsewhere is not None and elsewhere.tensors:
+        if elsewhere:
             forbidden = Reason.SIDE_EFFECTS
         elif before is not None:
             forbidden = before.forbids(self.args, self.kwargs, is_padded=prompt is not None and prompt.is_padded)
@@ -90,10 +90,13 @@ class Visit(NamedTuple):
         before = self.pool.bytes()
         recording, output = self._record()
         is_padded = self.call.prompt is not None and self.call.prompt.is_padded
-        wrong = self._wrong_result(recording, output) if is_padded or recording.compilation is not None else None
-        if wrong is not None:
+        try:
+            wrong = self._wrong_result(recording, output) if is_padded or recording.compilation is not None else None
+            if wrong is not None:
+                raise self._refused(wrong)
+        except BaseException:  # of the comparison, which runs eager, too
             recording.release()
-            raise self._refused(wrong)
+            raise
         self.runner.routes.note(Route.CAPTURE)
         recording.follow(self.args, self.kwargs)
         self._take_in(recording, self.pool.bytes() - before)
@@ -152,7 +155,8 @@ class Visit(NamedTuple):
         elif runner.changed_state(self.module, entry) or not runner.table.knows(self.call.signature, entry):
             recording.release()
         elif recording.escaped or recording.elsewhere.tensors:
-            # The result is right, but a cache of the model now holds what a replay would overwrite. It is full: once more.
+            # The result is right, but a cache of the model now holds what a replay would overwrite, or was written to. It may be
+            # full now: once more.
             recording.release()
             runner.note_escape(entry)
         else:

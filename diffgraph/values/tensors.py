@@ -93,6 +93,19 @@ def same_tensor_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b))
 
 
+#: What compilers and loaders note on a tensor, and no forward reads.
+_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_is_hf_initialized")
+
+
+def is_mark(name: str) -> bool:
+    return name.startswith(_MARKS)
+
+
+def own_attributes(tensor: Any) -> list[str]:
+    """The names of a tensor's Python attributes, but for such marks."""
+    return [name for name in tensor.__dict__ if not is_mark(name)]
+
+
 def describe(tensor: torch.Tensor) -> str:
     """What is special about a tensor that has no plain memory, in words."""
     lazy = tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
