@@ -387,12 +387,14 @@ class Recorder(TorchDispatchMode):
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         written = [t for t in written_by(func, args, kwargs) if not self.is_born(t)]
+        if not written:
+            return
         if any(storage_of(t) in self._inputs for t in written):
             self.written.append(str(func))
         log = self._log
         if log is None and self._elsewhere is not None and not self.in_break:  # which has memory of its own
-            log, known = self._elsewhere, self._inputs | self._weights | self._made_on_host.keys()
-            written = [t for t in written if storage_of(t) not in known]
+            log, known = self._elsewhere, (self._inputs, self._weights, self._made_on_host)
+            written = [t for t in written if not any(storage_of(t) in memory for memory in known)]
         if log is not None:
             log.note(written, runs_now=self.pool.runs_while_recording)
 
