@@ -118,7 +118,9 @@ def test_what_an_argument_says_otherwise_than_by_its_value_is_heeded(read, first
     calls(module, 1, X, first)
 
 
-@pytest.mark.parametrize("given", [np.float64(2), Slotted(2), Size.SMALL, torch.Size([2]), {(1, 2): X, None: X}, nn.Parameter(X)])
+@pytest.mark.parametrize(
+    "given", [np.float64(2), Slotted(2), Size.SMALL, torch.Size([2]), {(1, 2): X, None: X}, nn.Parameter(X), nn.Buffer(X)]
+)
 def test_what_says_all_by_its_value_is_recorded(given):
     module = accelerated(Told(lambda given: 2.0))
     settle(module, X, given)

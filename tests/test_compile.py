@@ -289,6 +289,30 @@ def test_what_is_compiled_already_is_refused():
         accelerated(net)
 
 
+def test_what_else_the_user_has_compiled_may_stand_in_the_forward():
+    """Dynamo refuses to run compiled code under a dispatch mode, and for good."""
+
+    class Last(torch.nn.Module):
+        def forward(self, x):
+            return x.sin() * 2
+
+    class Around(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.last = Net(), Last()
+            self.last.compile(backend="eager", fullgraph=True)
+
+        def forward(self, x):
+            return self.last(self.net(x))
+
+    module = accelerated(Around())
+    assert steps(module, x_of())[0] == ["unseen_signature", "capture", "replay", "replay"]
+    assert rows_of(module)[0].compiles == 1 and rows_of(module)[0].uncompiled is None
+    diffgraph.restore_pipeline(module)
+    with torch.no_grad():
+        module(x_of())
+
+
 def test_under_inference_mode_and_autocast():
     net = accelerated(Net())
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):

@@ -4,6 +4,7 @@ import threading
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from _toys import accelerated, calls, settle
@@ -148,6 +149,52 @@ def test_statistics_that_are_read_alone_are_recorded():
 
 
 MEAN, VARIANCE = torch.zeros(8), torch.ones(8)
+
+
+READS = {
+    "torch.tensor": lambda x, scale: x * torch.tensor([scale[0], 1 - scale[0]]).sum() * scale[0],
+    "torch.as_tensor": lambda x, scale: x * torch.as_tensor([[scale[0]], [scale[0] * 2]]),
+    "from_dlpack": lambda x, scale: x * float(np.from_dlpack(scale)[0]),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_numbers_that_are_made_of_tensors_are_read_each_time(read):
+    class Reads(nn.Module):
+        def forward(self, x, scale):
+            return read(x, scale)
+
+    module = accelerated(Reads())
+    for value in (3.0, 3.0, 3.0, 5.0, 3.0, 7.0):
+        calls(module, 2, X, torch.tensor([value]))
+
+
+OUTPUTS = {
+    "with an attribute": lambda y: attributed(y),
+    "a parameter": lambda y: nn.Parameter(y, requires_grad=False),
+}
+
+
+def attributed(tensor):
+    tensor.scale = 3
+    return tensor
+
+
+@pytest.mark.filterwarnings("ignore::diffgraph.CaptureWarning")
+@pytest.mark.parametrize("made", OUTPUTS.values(), ids=OUTPUTS)
+def test_a_result_is_what_it_is_by_more_than_its_values(made):
+    class Makes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return made(self.layer(x))
+
+    module = diffgraph.accelerate_module(Makes())
+    with torch.no_grad():
+        found = [module(X) for _ in range(5)]
+    assert len({(type(y), getattr(y, "scale", None)) for y in found}) == 1
 
 
 class Noisy(nn.Module):

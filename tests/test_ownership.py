@@ -12,6 +12,7 @@ from _toys import accelerated, call, calls, eager, flux, flux_pipe, settle
 from diffusers import FluxPipeline
 
 import diffgraph
+import pipelines
 from diffgraph.values.compare import same_bits
 
 
@@ -107,10 +108,8 @@ def test_the_users_own_compiled_call_runs_inside_and_comes_back():
     t._compiled_call_impl = compiled
     accelerated(t)
     settle(t, **inputs)
-    count = len(seen)
-    with torch.no_grad():
-        t(**inputs)
-    assert len(seen) == count, "a replay calls nothing"
+    assert diffgraph.report(t).signatures[0].breaks == 0, "one op, which the CPU device's tape runs, and a graph would not"
+    assert seen
     diffgraph.restore_pipeline(t)
     assert t._compiled_call_impl is compiled
 
@@ -269,4 +268,63 @@ def test_a_denoiser_compiled_before_accelerating_is_recorded_without_noise(compi
     monkeypatch.setattr(sys, "unraisablehook", noise.append)
     settle(t, **inputs)
     assert not noise
-    assert diffgraph.report(t).signatures[0].breaks == 2  # attention, still
+    # Attention is part of what was compiled; the single block was not.
+    assert diffgraph.report(t).signatures[0].breaks == (1 if compile_it is COMPILED_BEFORE["by its blocks"] else 0)
+
+
+COMPILED = {
+    "whole": lambda t, given: t.compile(**given),
+    "blocks": lambda t, given: t.compile_repeated_blocks(**given),
+    "a submodule": lambda t, given: [block.ff.compile(**given) for block in t.transformer_blocks],
+    "by torch.compile": lambda t, given: [
+        t.transformer_blocks.__setitem__(i, torch.compile(block, **given)) for i, block in enumerate(t.transformer_blocks)
+    ],
+}
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("compile_it", COMPILED.values(), ids=COMPILED)
+def test_what_the_user_has_compiled_is_recorded_and_goes_on_to_run(compile_it, fullgraph):
+    runs = []
+
+    def backend(graph, _):
+        def run(*args):
+            runs.append(True)
+            return graph.forward(*args)
+
+        return run
+
+    def ran(fn):
+        runs.clear()
+        with torch.no_grad():
+            output = fn()
+        return output, len(runs)
+
+    t, inputs = flux()
+    compile_it(t, {"backend": backend, "fullgraph": fullgraph})
+    ran(lambda: t(**inputs))  # compiled
+    wanted, times = ran(lambda: t(**inputs))
+    assert times > 0
+    accelerated(t)
+    for _ in range(4):
+        assert same_bits(ran(lambda: t(**inputs))[0], wanted)
+    assert diffgraph.report(t).replays == 2
+    with diffgraph.paused(t):
+        assert ran(lambda: t(**inputs))[1] == times
+    diffgraph.restore_pipeline(t)
+    assert ran(lambda: t(**inputs))[1] == times
+
+
+def test_prompts_are_not_padded_for_code_that_the_user_has_compiled():
+    """Its attention would see the padded rows."""
+    pipe = pipelines.build("qwen_image")
+    for block in pipe.transformer.transformer_blocks:
+        block.compile(backend="eager")
+    pipe.set_progress_bar_config(disable=True)
+    diffgraph.accelerate_pipeline(pipe)
+    size = {"height": 64, "width": 64, "num_inference_steps": 4, "output_type": "latent"}
+    for prompt in ("a", "a red cat"):
+        found = pipe(prompt, **size, generator=torch.Generator().manual_seed(0))[0]
+        with diffgraph.paused(pipe):
+            assert torch.equal(found, pipe(prompt, **size, generator=torch.Generator().manual_seed(0))[0])
+    assert diffgraph.report(pipe).captures == 2

@@ -421,3 +421,20 @@ def test_a_look_at_many_loras_is_no_python_call_for_each():
         add_lora(t, "a", rank=2)
         counts.append(looks(t))
     assert counts[1] < counts[0] + 9 < 100
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_what_was_compiled_lets_quantised_weights_move(restored):
+    """`module.to` swaps them, which it cannot while anybody holds one weakly."""
+    t, inputs = flux()
+    by_torchao(ao.Int8WeightOnlyConfig)(t)
+    accelerated(t, compile_blocks={"backend": "eager"})
+    with torch.no_grad():
+        for _ in range(4):
+            t(**inputs)
+        assert diffgraph.report(t).signatures[0].uncompiled is None
+        if restored:
+            diffgraph.restore_pipeline(t)
+        gc.collect()  # Dynamo's own cycles
+        t.to("cpu")
+        t(**inputs)

@@ -127,7 +127,7 @@ class BlockCompiler:
             versions = [copy._version for copy in copies]
             args = tuple(uniform.get(id(arg), arg) for arg in args)
             kwargs = {name: uniform.get(id(arg), arg) for name, arg in kwargs.items()}
-            with _out_of_modes():
+            with out_of_modes():
                 result = compiled(*args, **kwargs)
             if versions != [copy._version for copy in copies]:
                 raise CaptureError(f"a {type(block).__name__} writes to its input, of which it was given a copy")
@@ -173,7 +173,7 @@ def _uniform(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _out_of_modes() -> Iterator[None]:
+def out_of_modes() -> Iterator[None]:
     """Dynamo takes neither its own code nor any other under a dispatch mode: the recorder's, which its pieces and breaks find
     without it. A function mode of ours (`families`) looks for what happens outside of blocks."""
     functions = torch.overrides._get_current_function_mode_stack()

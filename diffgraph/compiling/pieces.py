@@ -69,6 +69,8 @@ class Backend:
             layout = next(filter(None, map(_layout, part.graph.nodes)), None)  # type: ignore[union-attr]
             delattr(parts, name)
             parts.__dict__[name] = self._piece(part) if layout is None else _LaidOut(part, layout)
+            _forget(part)
+        _forget(parts)
 
         def entered(*args: Any) -> Any:
             Tally.entered += 1
@@ -129,6 +131,12 @@ class _LaidOut:
 
 def _layout(node: Any) -> Layout | None:
     return getattr(node.target, LAYOUT, None) if isinstance(node, Node) and node.op == "call_function" else None
+
+
+def _forget(graph: Any) -> None:
+    """What Dynamo noted on the nodes: weak references to weights, with which `module.to` cannot swap quantised ones."""
+    for node in graph.graph.nodes:
+        node.meta.clear()
 
 
 def _cut(graph: GraphModule) -> GraphModule:

@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -200,10 +201,44 @@ def _replaced(
     absent = key not in where  # a method of the class, reached through the instance
     found = live()
     where[key] = make(name, live, found, rows)
+    here = _Place(where, key, _ABSENT if absent else found)
+    _PLACED.append(here)
     try:
         yield
     finally:
-        if absent:
-            del where[key]
+        _PLACED.remove(here)
+        here.put(here.original)
+
+
+_ABSENT = object()
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where a stand-in stands now, and what was there before."""
+
+    where: dict[Any, Any]
+    key: Any
+    original: Any
+
+    def put(self, value: Any) -> None:
+        if value is _ABSENT:
+            del self.where[self.key]
         else:
-            where[key] = found
+            self.where[self.key] = value
+
+
+_PLACED: list[_Place] = []  # under the lock `RECORDING`
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Inside, the functions and modules are as they are without a capture: code that was compiled for these runs as it was."""
+    placed = [(place, place.where[place.key]) for place in _PLACED]
+    for place, _ in reversed(placed):
+        place.put(place.original)
+    try:
+        yield
+    finally:
+        for place, stand_in in placed:
+            place.put(stand_in)

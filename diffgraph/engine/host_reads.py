@@ -1,5 +1,6 @@
-"""What reads a tensor's memory past the recorder: `tolist` and `numpy` of a CPU tensor, without an op (on a GPU it is brought to
-the host first, by an op); and `repr`, which puts all modes aside, reads values, and so fails while a GPU records."""
+"""What reads a tensor's memory past the recorder: `tolist`, `numpy` and `torch.tensor([t, …])` of CPU tensors, without an op (on
+a GPU they are brought to the host first, by an op); and `repr`, which puts all modes aside, reads values, and so fails while a
+GPU records."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from torch.utils import _python_dispatch
 from diffgraph.engine.current import open_recorder
 from diffgraph.values.tensors import bits_of
 
-_NAMES = ("tolist", "numpy")  # `__array__` calls numpy
+_NAMES = ("tolist", "numpy", "__dlpack__")  # `__array__` calls numpy
+_MAKERS = ("tensor", "as_tensor")  # read the tensors in a list that they are given
 
 
 @contextmanager
@@ -53,11 +55,16 @@ def _repr_without_values() -> Iterator[None]:
 @contextmanager
 def _reads_without_ops_seen() -> Iterator[None]:
     found = {name: vars(torch.Tensor).get(name) for name in _NAMES}
+    makers = {name: getattr(torch, name) for name in _MAKERS}
     for name in _NAMES:
         setattr(torch.Tensor, name, _stand_in(getattr(torch.Tensor, name)))
+    for name, original in makers.items():
+        setattr(torch, name, _of_numbers(original))
     try:
         yield
     finally:
+        for name, original in makers.items():
+            setattr(torch, name, original)
         for name, own in found.items():
             if own is None:
                 delattr(torch.Tensor, name)  # it is inherited
@@ -76,6 +83,23 @@ def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(tensor, *args, **kwargs)
 
     return read
+
+
+def _of_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(data: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = open_recorder()
+        seen = recorder is not None and not recorder.in_break
+        return original(_numbers(data) if seen else data, *args, **kwargs)
+
+    return make
+
+
+def _numbers(data: Any) -> Any:
+    """A list with tensors in it, as the numbers that they hold now."""
+    if isinstance(data, (list, tuple)):
+        return [item.tolist() if isinstance(item, torch.Tensor) else _numbers(item) for item in data]
+    return data
 
 
 def _content(tensor: torch.Tensor) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diffgraph.compiling.blocks import BlockCompiler, Compilation
+from diffgraph.compiling.users import pieces_placed
 from diffgraph.devices import Pool
 from diffgraph.devices.collectives import arrived
 from diffgraph.engine import breaks as break_points
@@ -27,7 +28,7 @@ from diffgraph.recording.static_inputs import StaticInputs
 from diffgraph.values.compare import same_bits
 from diffgraph.values.constants import is_constant
 from diffgraph.values.containers import follow
-from diffgraph.values.tensors import describe, has_plain_memory
+from diffgraph.values.tensors import describe, has_plain_memory, own_attributes
 from diffgraph.values.tree import Spec, flatten, map_leaves, unflatten
 
 Forward = Callable[..., Any]
@@ -209,6 +210,14 @@ def capture(
         around = Surroundings(rule, () if whole else breaks, () if whole else more_breaks, compiler, ranks is not None)
         rules = Rules(whole, break_ops, ranks, break_at_collectives=collectives == "break")
         if compiler is not None:
+            # Uncompiled first: compiled code does not show what it writes, and is run more than once before it is recorded.
+            rng = pool.rng_state()
+            made = _recorded(module, forward, call, inputs, GraphSequence(pool), around._replace(compiler=None), rules)
+            if made[0].wrote_inputs or made[0].elsewhere.tensors:
+                return made
+            made[0].release()
+            pool.set_rng_state(rng)
+            del made
             try:
                 return _recorded(module, forward, call, inputs, GraphSequence(pool), around, rules)
             except (torch.OutOfMemoryError, OpNotRecordable):
@@ -240,6 +249,7 @@ class Surroundings(NamedTuple):
             # A forward of this thread takes the padded rows of its prompts for what they are.
             nullcontext() if rule is None or padding is None else rule.placed(module, padding),
             nullcontext() if compiler is None else compiler.placed(module),
+            pieces_placed(module),
         ):
             yield
 
@@ -306,6 +316,8 @@ def check_outputs(output: Any) -> None:
     for leaf in flatten(output, objects=True)[0]:
         if isinstance(leaf, torch.Tensor) and not has_plain_memory(leaf):
             raise CaptureError(f"the forward returned a {describe(leaf)}; accepted: plain dense tensors")
+        if isinstance(leaf, torch.nn.Parameter) or (isinstance(leaf, torch.Tensor) and own_attributes(leaf)):
+            raise CaptureError("the forward returned a parameter or a tensor with attributes of its own, and a replay would not")
         if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
             raise CaptureError(
                 f"the forward returned a {type(leaf).__qualname__}, which a replay cannot make anew; "

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
 
-from diffgraph.engine.recorder import precision
-from diffgraph.engine.write_log import WritesSeen
 from diffgraph.reasons import Reason
 from diffgraph.values.compare import same_bits
 from diffgraph.values.containers import can_follow, same_containers
-from diffgraph.values.tensors import plain_parts, storage_of, tensors_in
+from diffgraph.values.tensors import tensors_in
 from diffgraph.values.tree import containers, flatten, unflatten
 
 
@@ -44,18 +39,6 @@ class Before:
             return None if same_bits(self._contents, _contents(self._leaves)) else Reason.SIDE_EFFECTS
         except torch.OutOfMemoryError:
             return Reason.OUT_OF_MEMORY
-
-
-@contextmanager
-def writes_elsewhere(module: torch.nn.Module, leaves: list[Any]) -> Iterator[list[torch.Tensor]]:
-    """Inside, the list is filled with what else an eager forward of `module` on these arguments writes to."""
-    own = chain(module.parameters(), module.buffers(), tensors_in(leaves))
-    known = {storage_of(part) for tensor in own for part in plain_parts(tensor)}
-    found: list[torch.Tensor] = []
-    # A tensor that was made in inference mode may be written there alone.
-    state = nullcontext() if any(t.is_inference() for t in tensors_in(leaves)) else precision()
-    with state, WritesSeen(found.extend, lambda tensor: storage_of(tensor) in known):
-        yield found
 
 
 def drawn_in_python() -> tuple[Any, Any]:

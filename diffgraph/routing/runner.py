@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diffgraph.compiling.blocks import BlockCompiler
+from diffgraph.compiling.users import as_piece, is_compiled
 from diffgraph.engine.current import foreign_capture, intercepted, open_recorder
 from diffgraph.errors import HostValueChanged
 from diffgraph.options import Options
@@ -116,7 +117,10 @@ class Runner:
         """The forward for recordings to keep: one bound to the module would keep its weights alive."""
         module = self._module()
         assert module is not None
-        return self._forward(module)(*args, **kwargs)
+        forward = self._forward(module)
+        if is_compiled(module):
+            forward = as_piece(forward)
+        return forward(*args, **kwargs)
 
     def routed(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ranks = self._ranks_of(module)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from diffgraph.compiling.users import is_compiled
 from diffgraph.devices import SUPPORTED
 from diffgraph.guards import Fingerprint
 from diffgraph.guards.refusals import refusal
@@ -31,7 +32,10 @@ class Conditions(NamedTuple):
     def of(cls, module: torch.nn.Module, options: Options, positional: tuple[str, ...]) -> Conditions:
         device = weights_device(module)
         unsupported = None if device.type in SUPPORTED else Reason.UNSUPPORTED_INPUT
-        return cls(refusal(module) or unsupported, PromptBuckets.of(module, options, positional), device)
+        # Compiled attention would see a prompt's padded rows.
+        compiled = any(map(is_compiled, module.modules()))
+        prompts = None if compiled else PromptBuckets.of(module, options, positional)
+        return cls(refusal(module) or unsupported, prompts, device)
 
 
 class Rest:

@@ -18,7 +18,7 @@ from diffgraph.parallel.ranks import Ranks
 from diffgraph.prompts.buckets import is_short
 from diffgraph.reasons import Reason, Refused
 from diffgraph.recording.capture import Recording, capture
-from diffgraph.recording.side_effects import Before, drawn_in_python, writes_elsewhere
+from diffgraph.recording.side_effects import Before, drawn_in_python
 from diffgraph.recording.signature import Call
 from diffgraph.recording.verification import is_close, is_same, is_slower
 from diffgraph.routing.entry import Entry
@@ -60,13 +60,8 @@ class Visit(NamedTuple):
         known = Reason.WARM_UP if is_asked_for else entry.lost or Reason.UNSEEN_SIGNATURE
         runner.routes.note(Route.EAGER, forbidden or known)
         rng, drawn = self.pool.rng_state(), drawn_in_python()
-        # Compiled blocks are run more than once before they are recorded, and do not show what they write.
-        watched = runner.compiler is not None and runner.wrapped is None
-        with writes_elsewhere(self.module, self.call.leaves) if watched else nullcontext() as elsewhere:
-            output = runner.eager(self.module, self.args, self.kwargs)
-        if elsewhere:
-            forbidden = Reason.SIDE_EFFECTS
-        elif before is not None:
+        output = runner.eager(self.module, self.args, self.kwargs)
+        if before is not None:
             forbidden = before.forbids(self.args, self.kwargs, is_padded=prompt is not None and prompt.is_padded)
         if forbidden is None and not self.pool.replayable_rng(rng):
             forbidden = Reason.SIDE_EFFECTS

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from diffgraph.values.constants import same_value
 from diffgraph.values.tensors import same_tensor_bits
 from diffgraph.values.tree import flatten
 
@@ -45,4 +46,4 @@ def _same_leaf(a: Any, b: Any) -> bool:
         # What has no plain memory is not compared but taken for different: sparse tensors, subclasses.
         plain = a.layout == b.layout == torch.strided and type(a) in _PLAIN and type(b) in _PLAIN
         return plain and a.device == b.device and same_tensor_bits(a, b)
-    return a is b or (type(a) is type(b) and a == b)
+    return same_value(a, b)

@@ -93,8 +93,8 @@ def same_tensor_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b))
 
 
-#: What compilers and loaders note on a tensor, and no forward reads.
-_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_is_hf_initialized")
+#: What PyTorch, compilers and loaders note on a tensor, and no forward reads.
+_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_is_hf_initialized", "_is_buffer", "persistent")
 
 
 def is_mark(name: str) -> bool:

@@ -1,0 +1,84 @@
+"""Code that the user has had compiled, a module's or a submodule's: to an open capture it is one op, its attention included.
+
+Under the capture's dispatch mode Dynamo would not run what it has compiled, and would mark it as not to be compiled, for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from diffgraph.compiling.blocks import out_of_modes
+from diffgraph.engine.breaks import lifted
+from diffgraph.engine.current import open_recorder
+from diffgraph.values.tree import flatten, unflatten
+
+_IMPL = "_compiled_call_impl"
+
+
+@contextmanager
+def pieces_placed(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, submodules that were compiled run as pieces of the capture that the calling thread has open. Other threads' calls
+    find a stand-in that makes no difference. Not for two threads at a time."""
+    found = [m for m in module.modules() if m is not module and is_compiled(m)]
+    was = [m.__dict__.get(_IMPL) for m in found]
+    for m, impl in zip(found, was, strict=True):
+        m.__dict__[_IMPL] = as_piece(m._call_impl if impl is None else impl)
+    try:
+        yield
+    finally:
+        for m, impl in zip(found, was, strict=True):
+            if impl is None:
+                del m.__dict__[_IMPL]
+            else:
+                m.__dict__[_IMPL] = impl
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """By `module.compile()`, over which a runner of ours may stand, or by `torch.compile(module)`."""
+    impl = module.__dict__.get(_IMPL)
+    return getattr(impl, "wrapped", impl) is not None or "_orig_mod" in module.__dict__["_modules"]
+
+
+def as_piece(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, a compiled callable of any arguments and results, which inside a capture is run as one op."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = open_recorder()
+        if recorder is None or recorder.in_break:
+            return fn(*args, **kwargs)
+        leaves, spec = flatten((args, kwargs), objects=True)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = tuple(leaves[i] for i in at)
+        others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]  # the pool owns the tensors
+        spec_of_results: list[Any] = []
+
+        def piece(*given: torch.Tensor) -> list[Any]:
+            filled = list(others)
+            for i, tensor in zip(at, given, strict=True):
+                filled[i] = tensor
+            args, kwargs = unflatten(spec, filled)
+            # As it was compiled: a tape replays in another state, and breaks would cut it anew.
+            with torch.inference_mode(False), torch.no_grad(), _autocast_cache(), out_of_modes(), lifted():
+                results, found = flatten(fn(*args, **kwargs), objects=True)
+            spec_of_results[:] = [found]
+            return results
+
+        results = recorder.run_piece(piece, tensors)
+        return unflatten(spec_of_results[0], results)
+
+    return call
+
+
+@contextmanager
+def _autocast_cache() -> Iterator[None]:
+    """As usual, outside of autocast: a capture has put it off, and code that was compiled with it on is for that alone."""
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(was or not torch.is_autocast_enabled())
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was)
