@@ -313,6 +313,15 @@ def test_what_else_the_user_has_compiled_may_stand_in_the_forward():
         module(x_of())
 
 
+def test_what_the_user_has_compiled_inside_a_block_is_taken_in():
+    net = Net()
+    for block in net.blocks:
+        block.out.compile(backend="eager")
+    accelerated(net)
+    assert steps(net, x_of())[0] == ["unseen_signature", "capture", "replay", "replay"]
+    assert rows_of(net)[0].uncompiled is None and rows_of(net)[0].breaks == 3
+
+
 def test_under_inference_mode_and_autocast():
     net = accelerated(Net())
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
