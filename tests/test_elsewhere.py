@@ -170,8 +170,9 @@ def test_numbers_that_are_made_of_tensors_are_read_each_time(read):
 
 
 OUTPUTS = {
-    "with an attribute": lambda y: attributed(y),
-    "a parameter": lambda y: nn.Parameter(y, requires_grad=False),
+    "with an attribute": lambda layer, x: attributed(layer(x)),
+    "a parameter": lambda layer, x: nn.Parameter(layer(x), requires_grad=False),
+    "a weight": lambda layer, x: layer.weight,
 }
 
 
@@ -189,7 +190,7 @@ def test_a_result_is_what_it_is_by_more_than_its_values(made):
             self.layer = nn.Linear(8, 8)
 
         def forward(self, x):
-            return made(self.layer(x))
+            return made(self.layer, x)
 
     module = diffgraph.accelerate_module(Makes())
     with torch.no_grad():

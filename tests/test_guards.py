@@ -582,7 +582,7 @@ FORWARDS = {
     "None and numbers": lambda self, x: (None, 3, self.linear(x), "text", 2.5),
     "nested containers": lambda self, x: {"a": [self.linear(x), (x * 2,)], "b": {"c": None}},
     "a namespace's tensor": lambda self, x: self.plain,
-    "a weight": lambda self, x: self.linear.weight,
+    "a weight's values": lambda self, x: self.linear.weight.detach(),
     "nothing": lambda self, x: None,
     "an empty tensor": lambda self, x: x[:0] * 2,
     "a boolean": lambda self, x: x > 0,

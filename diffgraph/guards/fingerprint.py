@@ -96,7 +96,8 @@ class Fingerprint:
         others = [(d, name) for d, name in present if not _is_plain(d[name])]
         self._composed = ComposedWeights(others)
         self._memory = Memory([*self._weights(), *self._composed.parts()])
-        self._attributed = [(d, name) for d, name in own_memory if d[name].__dict__ and own_attributes(d[name])]
+        plain = [(d, name) for d, name in own_memory if _is_plain(d[name])]
+        self._attributed = [(d, name) for d, name in plain if d[name].__dict__ and own_attributes(d[name])]
         # What is not torch's or diffusers' own may look for what it had none of.
         lists = (*HOLDERS, torch.nn.Sequential)
         own = [m for m in modules if not type(m).__module__.startswith(("torch.", "diffusers.")) or isinstance(m, lists)]
