@@ -61,3 +61,11 @@ def test_a_vae_alone_can_be_recorded():
     for _ in range(4):
         assert same_bits(picture(pipe), want)
     assert {s.label.partition(":")[0] for s in diffgraph.report(pipe).signatures} == {"vae.decoder"}
+
+
+@pytest.mark.parametrize("names", [("transformer", "tokenizer"), ("tokenizer",), "scheduler", ("transformer", "unet_3")])
+def test_what_is_no_module_of_the_pipeline_is_refused_by_name(names):
+    pipe = build("flux")
+    with pytest.raises(diffgraph.OptionError, match=r"is no module of this FluxPipeline; accepted: .*transformer"):
+        diffgraph.accelerate_pipeline(pipe, components=names)
+    assert "_compiled_call_impl" not in vars(pipe.transformer)

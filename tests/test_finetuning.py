@@ -1372,3 +1372,42 @@ def test_an_attribute_that_is_called_like_a_global_is_not_it():
         return Trainer(model, optimizer).step
 
     assert losses_of(make, True) == losses_of(make, False)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["sd3", "--shapes", "64"], "'64'"),
+        (["sd3", "--steps", "0"], "--steps is 0; accepted: 1 or more"),
+        (["sd3", "--size", "no_such_folder"], "--size no_such_folder cannot be loaded"),
+    ],
+)
+def test_the_script_answers_bad_input_in_a_line(words, told, capsys):
+    with pytest.raises(SystemExit):
+        finetune.main(words)
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("finetune.py: error:") or ": error: " in last
+    assert told in last
+
+
+COUNT = 0
+
+
+def test_a_global_that_a_step_counts_is_named():
+    global COUNT
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(1e-2), fused=True)
+
+    def counting(x):
+        global COUNT
+        COUNT += 1
+        loss = net(x).sum() * COUNT
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = diffgraph.record_training_step(counting, optimizer=optimizer, model=net)
+    with pytest.warns(diffgraph.CaptureWarning, match=r"it changes test_finetuning\.COUNT, which a replay would not do"):
+        for _ in range(8):
+            step(torch.ones(2, 4))

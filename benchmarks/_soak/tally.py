@@ -13,7 +13,7 @@ import torch
 import diffgraph
 from benchmarks._calls import difference, is_finite
 from diffgraph.routing.memory import Memory
-from diffgraph.values.compare import same_bits
+from diffgraph.values.compare import close, same_bits
 
 PAUSED = "paused"  # the oracle's own calls
 
@@ -57,8 +57,9 @@ class Tally:
     def failed(self) -> bool:
         return bool(self.mismatches or self.escapes or self.unforeseen)
 
-    def judge(self, found: Outcome, wanted: Outcome, what: str) -> None:
-        """One call beside what eager gives."""
+    def judge(self, found: Outcome, wanted: Outcome, what: str, *, rounds: bool = False) -> None:
+        """One call beside what eager gives: to the bit, or where it `rounds` otherwise, closely."""
+        same = close if rounds else same_bits
         self.calls += 1
         if found.error is not None:
             if wanted.error is not None and type(wanted.error) is type(found.error):
@@ -68,7 +69,7 @@ class Tally:
         elif wanted.error is not None:
             self.mismatches += 1
             self._fail("MISMATCH", what, f"eager raises {wanted.error!r}")
-        elif not same_bits(found.value, wanted.value):
+        elif not same(found.value, wanted.value):
             self.mismatches += 1
             same_kind = type(found.value) is type(wanted.value)
             self._fail("MISMATCH", what, str(difference(found.value, wanted.value)) if same_kind else "another container")
@@ -95,9 +96,10 @@ class Tally:
     def counting_evictions(self) -> Iterator[None]:
         evict = Memory._evict_oldest
 
-        def counted(memory: Memory, pool: Any) -> None:
-            self.evictions += 1
-            evict(memory, pool)
+        def counted(memory: Memory, recordings: Any) -> bool:
+            evicted = evict(memory, recordings)
+            self.evictions += evicted
+            return evicted
 
         Memory._evict_oldest = counted
         try:
