@@ -72,6 +72,15 @@ def measure_families(options: argparse.Namespace, family_rows: FamilyRows, resul
     return rows, failed
 
 
+def measure(options: argparse.Namespace, family_rows: FamilyRows, columns: dict[str, str]) -> tuple[list[Row], int]:
+    """`measure_families` into `--out`, and the table; the rows, and the exit status."""
+    results = Results(options.out, options.device)
+    rows, failed = measure_families(options, family_rows, results)
+    if rows:
+        print(results.table(rows, columns))
+    return rows, 1 if failed else 0
+
+
 def build(family: str, options: argparse.Namespace, **more: Any) -> Any:
     """The pipeline, on the device, without progress bars; `more` is for what builds it in full."""
     given = {"dtype": getattr(torch, options.dtype)} if options.dtype else {}

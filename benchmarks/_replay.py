@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 
+import diffgraph
 from benchmarks._calls import DenoiserCall
 from benchmarks._measure import MIB, call_ms, host_ms
 from diffgraph.engine.sequence import Break, Buffer
 from diffgraph.guards import Fingerprint
 from diffgraph.recording.capture import Recording
 from diffgraph.recording.signature import Call
+
+
+@contextmanager
+def accelerated(pipe: Any, options: dict[str, Any] | None) -> Iterator[None]:
+    """Inside, the pipeline is accelerated with these options; `None`: it is not."""
+    if options is None:
+        yield
+        return
+    diffgraph.accelerate_pipeline(pipe, **options)
+    try:
+        yield
+    finally:
+        diffgraph.restore_pipeline(pipe)
+
+
+def missed(before: diffgraph.Report, after: diffgraph.Report) -> str | None:
+    """How many calls between two reports were no replays, and why, in words; `None`: all were."""
+    calls = after.eager + after.captures - before.eager - before.captures
+    return f"{calls} timed calls were not replays: {after.reasons}" if calls else None
 
 
 def runner_work(call: DenoiserCall) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from diffgraph.cli.profile import kernels
 
 CALLS = 3
 #: Parts of the names of kernels, of cuBLAS, CUTLASS, cuDNN, PyTorch and Inductor's templates. The first kind that has one.
@@ -20,17 +20,9 @@ def spent(call: Callable[[], Any], ms: float) -> dict[str, float]:
 
     What ran at the same time as something else counts twice. The profiler may slow what the host does afterwards: measure first.
     """
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(CALLS):
-            call()
-        torch.cuda.synchronize()
-    events: Any = profile.events()
-    on_gpu = torch._C._autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     found = dict.fromkeys((*KINDS, "other"), 0.0)
-    for event in events:
-        if event.device_type == on_gpu and not event.is_user_annotation:
-            found[kind(event.name)] += (event.time_range.end - event.time_range.start) / CALLS / 1e3
+    for kernel in kernels(call, CALLS):
+        found[kind(kernel.name)] += (kernel.end - kernel.start) / CALLS / 1e3
     return {f"{name}_ms": took for name, took in found.items()} | {"idle_ms": max(0.0, ms - sum(found.values()))}
 
 

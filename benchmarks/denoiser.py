@@ -16,7 +16,7 @@ from benchmarks import _cli
 from benchmarks._calls import DenoiserCall, difference, is_finite
 from benchmarks._measure import MIB, call_ms, release, seconds, submit_ms
 from benchmarks._replay import boundaries, runner_work
-from benchmarks._results import Results, Row
+from benchmarks._results import Row
 from diffgraph import Reason
 
 MODES = ("eager", "breakable", "full")
@@ -173,13 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=15, help="timed calls a mode, at least")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no family after that time")
     options = parser.parse_args(argv)
-    results = Results(options.out, options.device)
-    rows, failed = _cli.measure_families(options, family_rows, results)
-    if rows:
-        print(results.table(rows, COLUMNS))
+    rows, status = _cli.measure(options, family_rows, COLUMNS)
     if options.device == "cuda":  # a tape has no launches
         print(*[explain(row) for row in rows if "gap_us_a_break" in row], sep="\n")
-    return 1 if failed else 0
+    return status
 
 
 if __name__ == "__main__":

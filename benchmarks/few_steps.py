@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -20,7 +19,8 @@ import diffgraph
 from benchmarks import _cli
 from benchmarks._calls import difference, is_finite, relative_difference
 from benchmarks._measure import MIB, release, seconds
-from benchmarks._results import Results, Row
+from benchmarks._replay import accelerated, missed
+from benchmarks._results import Row
 from diffgraph import CaptureShape
 
 #: What makes the family's pipeline the distilled one, where that is built at full size, and how it is called.
@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "flux": ({"schnell": True}, {"num_inference_steps": 4, "max_sequence_length": 256}),
 }
 PROMPT = "a red cat asleep on a chair beside the window, in the rain"
-#: Options of each mode; `None`: not accelerated.
+#: Options of each mode, components yet to be named; `None`: not accelerated.
 MODES: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "denoiser": {},
@@ -70,16 +70,17 @@ class Case:
     def rows(self) -> Iterator[Row]:
         expected = self.draw(1)
         for mode in ("eager", *(mode for mode in self.options.modes if mode != "eager")):
-            with _accelerated(self.pipe, MODES[mode]):
+            options = _options(self.pipe, mode)
+            with accelerated(self.pipe, options):
                 row = {**self.about, "mode": mode, **dict.fromkeys(("submit_ms", "segments", "capture_s", "pool_mib", "note"))}
                 row["first_s"] = sum(seconds(self.draw, self.device) for _ in range(WARM_UP))
-                before = _not_replayed(self.pipe)
+                before = None if options is None else diffgraph.report(self.pipe)
                 row["s"] = median(seconds(self.draw, self.device) for _ in range(self.options.repeats))
                 found = self.draw(1)
                 row |= {"ms": row["s"] * 1e3, **difference(found, expected)}
                 row |= {"relative_diff": relative_difference(found, expected)}
-                if MODES[mode] is not None:
-                    row |= _recorded(self.pipe, before)
+                if before is not None:
+                    row |= _recorded(before, diffgraph.report(self.pipe))
             if mode == "eager":
                 eager_s = row["s"]
             if not is_finite(expected):
@@ -88,31 +89,15 @@ class Case:
             release()
 
 
-@contextmanager
-def _accelerated(pipe: Any, options: dict[str, Any] | None) -> Iterator[None]:
-    if options is None:
-        yield
-        return
-    modules = tuple(name for name, part in pipe.components.items() if isinstance(part, torch.nn.Module))
-    diffgraph.accelerate_pipeline(pipe, **{name: modules if value is ... else value for name, value in options.items()})
-    try:
-        yield
-    finally:
-        diffgraph.restore_pipeline(pipe)
+def _options(pipe: Any, mode: str) -> dict[str, Any] | None:
+    options = MODES[mode]
+    if options is None or "components" not in options:
+        return options
+    return {**options, "components": tuple(name for name, part in pipe.components.items() if isinstance(part, torch.nn.Module))}
 
 
-def _not_replayed(pipe: Any) -> int:
-    try:
-        report = diffgraph.report(pipe)
-    except diffgraph.DiffgraphError:  # not accelerated
-        return 0
-    return report.eager + report.captures
-
-
-def _recorded(pipe: Any, before: int) -> Row:
-    report = diffgraph.report(pipe)
-    missed = _not_replayed(pipe) - before
-    notes = [f"{missed} calls were not replays: {report.reasons}"] if missed else []
+def _recorded(before: diffgraph.Report, report: diffgraph.Report) -> Row:
+    notes = [why] if (why := missed(before, report)) else []
     notes += sorted({f"not compiled: {s.uncompiled}" for s in report.signatures if s.uncompiled})
     recorded = {"segments": sum(s.segments for s in report.signatures), "pool_mib": report.memory_bytes / MIB}
     return {**recorded, "note": "; ".join(notes) or None}
@@ -131,11 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no family after that time")
     options = parser.parse_args(argv)
-    results = Results(options.out, options.device)
-    rows, failed = _cli.measure_families(options, family_rows, results)
-    if rows:
-        print(results.table(rows, COLUMNS))
-    return 1 if failed else 0
+    return _cli.measure(options, family_rows, COLUMNS)[1]
 
 
 def family_rows(family: str, options: argparse.Namespace) -> Iterator[list[Row]]:

@@ -21,7 +21,7 @@ import diffgraph
 import pipelines
 from benchmarks import _cli
 from benchmarks._measure import MIB, call_ms, release, seconds, submit_ms
-from benchmarks._results import Results, Row
+from benchmarks._results import Row
 from pipelines import finetune
 
 MODES = ("eager", "recorded", "module")
@@ -189,11 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no family after that time")
     options = parser.parse_args(argv)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that cuBLAS can be deterministic; read once
-    results = Results(options.out, options.device)
-    rows, failed = _cli.measure_families(options, family_rows, results)
-    if rows:
-        print(results.table(rows, COLUMNS))
-    return 1 if failed else 0
+    return _cli.measure(options, family_rows, COLUMNS)[1]
 
 
 if __name__ == "__main__":

@@ -20,19 +20,21 @@ import pipelines
 from benchmarks import _cli
 from benchmarks._calls import DenoiserCall, difference, inputs
 from benchmarks._measure import MIB, call_ms, release, seconds, submit_ms
+from benchmarks._replay import accelerated
 from benchmarks._results import Results, Row
 from benchmarks._weights import add_lora
 from benchmarks.denoiser import WARM_UP, capture_seconds, replays
 from diffgraph.devices.collectives import arrived
 from diffgraph.values.tree import map_leaves
 
+_EXACT = {"prompt_buckets": None}
 #: Options of each mode; `None`: not accelerated.
 MODES: dict[str, dict[str, Any] | None] = {
     "eager": None,
-    "recorded": {},
-    "breaks at collectives": {"collectives": "break"},
-    "breaks at attention": {"breaks": "attention"},
-    "full": {"backend": "full"},
+    "recorded": _EXACT,
+    "breaks at collectives": {**_EXACT, "collectives": "break"},
+    "breaks at attention": {**_EXACT, "breaks": "attention"},
+    "full": {**_EXACT, "backend": "full"},
 }
 COLUMNS = {
     "what": "what",
@@ -68,13 +70,13 @@ class Case:
 
     def rows(self) -> Iterator[Row]:
         for mode in self.options.modes:
-            with _accelerated(self.pipe, MODES[mode]):
+            with accelerated(self.pipe, MODES[mode]):
                 yield self._denoiser(mode)
                 if mode in self.options.pipeline:
                     yield self._pipeline(mode)
             release()
         if self.options.replays:  # last of all, as it leaves a LoRA
-            with _accelerated(self.pipe, MODES["recorded"]):
+            with accelerated(self.pipe, MODES["recorded"]):
                 yield self._soak(self.options.replays)
 
     def _denoiser(self, mode: str) -> Row:
@@ -154,18 +156,6 @@ class Case:
 
     def _replays(self, mode: str) -> int:
         return 0 if MODES[mode] is None else replays(self.pipe)
-
-
-@contextmanager
-def _accelerated(pipe: Any, options: dict[str, Any] | None) -> Iterator[None]:
-    if options is None:
-        yield
-        return
-    diffgraph.accelerate_pipeline(pipe, prompt_buckets=None, **options)
-    try:
-        yield
-    finally:
-        diffgraph.restore_pipeline(pipe)
 
 
 def _divisible(given: dict[str, Any], ranks: int) -> dict[str, Any]:

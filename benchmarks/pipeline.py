@@ -14,6 +14,7 @@ import diffgraph
 from benchmarks import _cli
 from benchmarks._calls import difference, inputs, is_finite
 from benchmarks._measure import MIB, release, seconds
+from benchmarks._replay import missed
 from benchmarks._results import Results, Row
 
 SHORT = 2  # steps: of each signature, the first call is warm-up and the second is recorded
@@ -88,9 +89,8 @@ class Case:
 
     def _recorded(self, before: diffgraph.Report) -> Row:
         report = diffgraph.report(self.pipe)
-        missed = report.eager + report.captures - before.eager - before.captures
-        note = {"note": f"{missed} timed calls were not replays: {report.reasons}"} if missed else {}
-        return note | {
+        why = missed(before, report)
+        return ({"note": why} if why else {}) | {
             "segments": sum(s.segments for s in report.signatures),
             "signatures": len(report.signatures),
             "pool_mib": report.memory_bytes / MIB,

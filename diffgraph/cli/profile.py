@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,8 +33,8 @@ def profiled(call: Callable[[], Any], device: torch.device) -> Profile:
             call()
         if device.type != "cuda":
             return Profile(ops.count)
-        spans = _kernels(call, _CALLS)
-    return Profile(ops.count, round(len(spans) / _CALLS), busy_us(spans) / _CALLS / 1e3)
+        found = kernels(call, _CALLS)
+    return Profile(ops.count, round(len(found) / _CALLS), busy_us((k.start, k.end) for k in found) / _CALLS / 1e3)
 
 
 def busy_us(spans: Iterable[tuple[float, float]]) -> float:
@@ -56,12 +56,21 @@ def gap_us(device: torch.device) -> float:
             x.add_(1)
     for _ in range(3):
         graph.replay()
-    a_kernel = median(stop - start for start, stop in _kernels(lambda: x.add_(1), _CHAIN))
+    a_kernel = median(k.end - k.start for k in kernels(lambda: x.add_(1), _CHAIN))
     return max(0.0, median(call_ms(graph.replay, 10, device)) * 1e3 / _CHAIN - a_kernel)
 
 
-def _kernels(call: Callable[[], Any], times: int) -> list[tuple[float, float]]:
-    """Start and end of all that ran on the GPU, in us. Without the host's side, which would slow the host down."""
+class Kernel(NamedTuple):
+    """What ran on the GPU, and from when to when, in us."""
+
+    name: str
+    start: float
+    end: float
+
+
+def kernels(call: Callable[[], Any], times: int) -> list[Kernel]:
+    """All that ran on the GPU in so many calls, after one that is not looked at. Without the host's side, which would slow the
+    host down."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -70,7 +79,7 @@ def _kernels(call: Callable[[], Any], times: int) -> list[tuple[float, float]]:
         torch.cuda.synchronize()
     events: Any = profile.events()
     on_gpu = [e for e in events if e.device_type == _CUDA and not e.is_user_annotation]
-    return [(e.time_range.start, e.time_range.end) for e in on_gpu]
+    return [Kernel(e.name, e.time_range.start, e.time_range.end) for e in on_gpu]
 
 
 class _Ops(TorchDispatchMode):

@@ -6,7 +6,7 @@ Under the capture's dispatch mode Dynamo would not run what it has compiled, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ import torch
 from diffgraph.compiling.blocks import out_of_modes
 from diffgraph.engine.breaks import lifted
 from diffgraph.engine.current import open_recorder
+from diffgraph.engine.recorder import autocast_cache
+from diffgraph.engine.stand_ins import put_in
 from diffgraph.values.tree import flatten, unflatten
 
 _IMPL = "_compiled_call_impl"
@@ -23,18 +25,11 @@ _IMPL = "_compiled_call_impl"
 def pieces_placed(module: torch.nn.Module) -> Iterator[None]:
     """Inside, submodules that were compiled run as pieces of the capture that the calling thread has open. Other threads' calls
     find a stand-in that makes no difference. Not for two threads at a time."""
-    found = [m for m in module.modules() if m is not module and is_compiled(m)]
-    was = [m.__dict__.get(_IMPL) for m in found]
-    for m, impl in zip(found, was, strict=True):
-        m.__dict__[_IMPL] = as_piece(m._call_impl if impl is None else impl)
-    try:
+    with ExitStack() as stack:
+        for m in [m for m in module.modules() if m is not module and is_compiled(m)]:
+            impl = m.__dict__.get(_IMPL)
+            stack.enter_context(put_in(m.__dict__, _IMPL, as_piece(m._call_impl if impl is None else impl)))
         yield
-    finally:
-        for m, impl in zip(found, was, strict=True):
-            if impl is None:
-                del m.__dict__[_IMPL]
-            else:
-                m.__dict__[_IMPL] = impl
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -63,8 +58,10 @@ def as_piece(fn: Callable[..., Any]) -> Callable[..., Any]:
             for i, tensor in zip(at, given, strict=True):
                 filled[i] = tensor
             args, kwargs = unflatten(spec, filled)
-            # As it was compiled: a tape replays in another state, and breaks would cut it anew.
-            with torch.inference_mode(False), torch.no_grad(), _autocast_cache(), out_of_modes(), lifted():
+            # As it was compiled: a tape replays in another state, breaks would cut it anew, and autocast's cache, which a capture
+            # has put off, is on outside of autocast.
+            cached = torch.is_autocast_cache_enabled() or not torch.is_autocast_enabled()
+            with torch.inference_mode(False), torch.no_grad(), autocast_cache(cached), out_of_modes(), lifted():
                 results, found = flatten(fn(*args, **kwargs), objects=True)
             spec_of_results[:] = [found]
             return results
@@ -73,14 +70,3 @@ def as_piece(fn: Callable[..., Any]) -> Callable[..., Any]:
         return unflatten(spec_of_results[0], results)
 
     return call
-
-
-@contextmanager
-def _autocast_cache() -> Iterator[None]:
-    """As usual, outside of autocast: a capture has put it off, and code that was compiled with it on is for that alone."""
-    was = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(was or not torch.is_autocast_enabled())
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was)

@@ -11,7 +11,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from diffgraph.engine.layout import LAYOUT, Layout
 from diffgraph.engine.padding import current as padding_now
 from diffgraph.engine.padding import left_out, without_padding
 from diffgraph.engine.sequence import Break, GraphSequence
+from diffgraph.engine.stand_ins import Place, put_in
 from diffgraph.engine.untraced import untraced
 from diffgraph.errors import CaptureError, OptionError
 from diffgraph.values.tensors import map_tensors, tensors_in
@@ -198,37 +198,15 @@ def _replaced(
     rows: int | None = None,
     make: Callable[..., Callable[..., Any]] = _break,
 ) -> Iterator[None]:
-    absent = key not in where  # a method of the class, reached through the instance
-    found = live()
-    where[key] = make(name, live, found, rows)
-    here = _Place(where, key, _ABSENT if absent else found)
-    _PLACED.append(here)
-    try:
-        yield
-    finally:
-        _PLACED.remove(here)
-        here.put(here.original)
+    with put_in(where, key, make(name, live, live(), rows)) as place:
+        _PLACED.append(place)
+        try:
+            yield
+        finally:
+            _PLACED.remove(place)
 
 
-_ABSENT = object()
-
-
-@dataclass(eq=False)
-class _Place:
-    """Where a stand-in stands now, and what was there before."""
-
-    where: dict[Any, Any]
-    key: Any
-    original: Any
-
-    def put(self, value: Any) -> None:
-        if value is _ABSENT:
-            del self.where[self.key]
-        else:
-            self.where[self.key] = value
-
-
-_PLACED: list[_Place] = []  # under the lock `RECORDING`
+_PLACED: list[Place] = []  # under the lock `RECORDING`
 
 
 @contextmanager
@@ -236,7 +214,7 @@ def lifted() -> Iterator[None]:
     """Inside, the functions and modules are as they are without a capture: code that was compiled for these runs as it was."""
     placed = [(place, place.where[place.key]) for place in _PLACED]
     for place, _ in reversed(placed):
-        place.put(place.original)
+        place.put_back()
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from diffgraph.engine.current import open_recorder
+from diffgraph.engine.stand_ins import put_in
 
 _NAMES = ("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all", "seed", "seed_all")
 _PLACES = (torch.cuda, torch.cuda.random)  # `torch.manual_seed` and `torch.seed` go by here, too
@@ -28,7 +29,7 @@ def settings_seen() -> Iterator[None]:
     with ExitStack() as stack:
         for place in (*_PLACES, *_OF_THE_HOST):
             for name in filter(partial(hasattr, place), _NAMES):
-                stack.enter_context(_noted(place, name))
+                stack.enter_context(put_in(vars(place), name, _noted(place, name)))
         yield
 
 
@@ -45,8 +46,7 @@ class HostGenerator:
         return not torch.equal(self._state, torch.get_rng_state())
 
 
-@contextmanager
-def _noted(place: Any, name: str) -> Iterator[None]:
+def _noted(place: Any, name: str) -> Callable[..., Any]:
     original: Callable[..., Any] = getattr(place, name)
 
     @functools.wraps(original)
@@ -56,8 +56,4 @@ def _noted(place: Any, name: str) -> Iterator[None]:
             recorder.note_setting(of_the_host=place in _OF_THE_HOST)
         return original(*args, **kwargs)
 
-    setattr(place, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(place, name, original)
+    return stand_in

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
 
 from diffgraph.engine.current import open_recorder
+from diffgraph.engine.stand_ins import put_in
 from diffgraph.values.tensors import bits_of
 
 _NAMES = ("tolist", "numpy", "__dlpack__")  # `__array__` calls numpy
@@ -55,16 +56,14 @@ def _repr_without_values() -> Iterator[None]:
 @contextmanager
 def _reads_without_ops_seen() -> Iterator[None]:
     found = {name: vars(torch.Tensor).get(name) for name in _NAMES}
-    makers = {name: getattr(torch, name) for name in _MAKERS}
     for name in _NAMES:
         setattr(torch.Tensor, name, _stand_in(getattr(torch.Tensor, name)))
-    for name, original in makers.items():
-        setattr(torch, name, _of_numbers(original))
     try:
-        yield
+        with ExitStack() as stack:
+            for name in _MAKERS:
+                stack.enter_context(put_in(torch.__dict__, name, _of_numbers(getattr(torch, name))))
+            yield
     finally:
-        for name, original in makers.items():
-            setattr(torch, name, original)
         for name, own in found.items():
             if own is None:
                 delattr(torch.Tensor, name)  # it is inherited

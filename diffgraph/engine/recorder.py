@@ -15,7 +15,6 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -38,7 +37,7 @@ from diffgraph.engine.recordable import (
 )
 from diffgraph.engine.sequence import Binding, Break, Buffer, GraphSequence, HostTensor, HostValue, SameMemory
 from diffgraph.engine.untraced import untraced
-from diffgraph.engine.write_log import WriteLog, WritesSeen
+from diffgraph.engine.write_log import WriteLog, WritesNoted
 from diffgraph.errors import CaptureError, OpNotRecordable, OptionTypeError
 from diffgraph.values.ambient import Ambient
 from diffgraph.values.tensors import (
@@ -161,7 +160,7 @@ def precision() -> Iterator[None]:
     another path than eager does (`matmul` folds by `requires_grad`), with other bits. And autocast keeps no weights that it has
     cast until its block ends: memory of the pool, held by somebody else.
     """
-    with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+    with torch.inference_mode(False), torch.no_grad(), autocast_cache(False):
         yield
 
 
@@ -169,7 +168,7 @@ def precision() -> Iterator[None]:
 def _with_gradients(device: torch.device) -> Iterator[None]:
     """The thread's state in which a training step is recorded. Its own autocast ends in it, and the cache with it; and where a
     weight is used twice, the cache changes the bits."""
-    cache = _no_autocast_cache() if torch.is_autocast_enabled(device.type) else nullcontext()
+    cache = autocast_cache(False) if torch.is_autocast_enabled(device.type) else nullcontext()
     with in_one_thread(), cache:
         yield
 
@@ -182,13 +181,13 @@ def in_one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+def autocast_cache(enabled: bool) -> Iterator[None]:
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(enabled)
+        torch.set_autocast_cache_enabled(was)
 
 
 class Recorder(TorchDispatchMode):
@@ -485,7 +484,7 @@ class Recorder(TorchDispatchMode):
         in training, what it writes must be known). An op's writes are noted already."""
         noted: Any = nullcontext()
         if self._log is not None and not isinstance(fn, torch._ops.OpOverload):
-            noted = WritesSeen(partial(self._log.note, runs_now=True), self.is_born)
+            noted = WritesNoted(self._log, self.is_born)
         self.in_break = True
         try:
             # With other ranks we see the collectives of a break, too.

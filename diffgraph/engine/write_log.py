@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffgraph.engine.recordable import written_by
 from diffgraph.errors import CaptureError
-from diffgraph.values.tensors import describe, is_made_of_others, storage_of, tensors_in
+from diffgraph.values.tensors import describe, storage_of, tensors_in
 
 Contents = dict[int, torch.UntypedStorage]
 
@@ -73,29 +73,19 @@ class WriteLog:
         torch.autograd.graph.increment_version(self.tensors)
 
 
-class WritesSeen(TorchDispatchMode):
-    """Inside, `note` is given what is about to be written and was there before. `is_known`: tensors that do not matter."""
+class WritesNoted(TorchDispatchMode):
+    """Inside, what is written and was there before is noted, of what runs at once. `is_known`: tensors that do not matter."""
 
-    supports_higher_order_operators = True
-
-    def __init__(
-        self, note: Callable[[list[torch.Tensor]], None], is_known: Callable[[torch.Tensor], bool] = lambda _: False
-    ) -> None:
+    def __init__(self, log: WriteLog, is_known: Callable[[torch.Tensor], bool] = lambda _: False) -> None:
         super().__init__()
-        self._note, self._is_known = note, is_known
+        self._log, self._is_known = log, is_known
         self._born: dict[int, StorageWeakRef] = {}  # a weak reference keeps a storage's identity from being given to another one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_made_of_others, types)):
-            return NotImplemented  # a quantised weight: what it does with its parts comes by here
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            with self:  # the ops that it is made of
-                return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         written = written_by(func, args, kwargs)
-        outlasting = [t for t in written if storage_of(t) not in self._born and not self._is_known(t)]
-        if outlasting:
-            self._note(outlasting)
+        outlasting = (t for t in written if storage_of(t) not in self._born and not self._is_known(t))
+        self._log.note(outlasting, runs_now=True)
         result = func(*args, **kwargs)
         given = {storage_of(t) for t in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):

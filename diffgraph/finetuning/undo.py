@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
 from diffgraph.devices import Pool
-from diffgraph.engine.write_log import WriteLog, WritesSeen
+from diffgraph.engine.write_log import WriteLog, WritesNoted
 from diffgraph.finetuning.gradients import Gradients
 from diffgraph.finetuning.optimizers import Kept
 
@@ -19,7 +18,7 @@ def undone(gradients: Gradients, optimizers: Sequence[torch.optim.Optimizer], po
     """Afterwards tensors, gradients, the optimizers' state and the generators are as before, whether it raised or not."""
     held, kept, rng, log = gradients.held(), Kept(optimizers), pool.rng_state(), WriteLog()
     try:
-        with WritesSeen(partial(log.note, runs_now=True)):
+        with WritesNoted(log):
             yield
     finally:
         gradients.put(held)
