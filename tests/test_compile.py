@@ -21,6 +21,7 @@ from benchmarks._calls import DenoiserCall
 from benchmarks._weights import quantize
 from diffgraph.compiling import pieces
 from diffgraph.compiling.blocks import repeated_blocks
+from diffgraph.engine.current import open_recorder
 from diffgraph.values.compare import close, same_bits
 from tests._toys import eager, route_of
 
@@ -113,6 +114,27 @@ def test_a_replay_has_the_bits_of_the_compiled_forward():
         assert same_bits(net(x_of(seed=1)), entry.recording.unrecorded(net, net._call_impl))
 
 
+def test_a_forward_that_gives_its_blocks_a_mask_only_while_it_is_recorded_is_recorded_uncompiled():
+    """As transformers' text encoders do: they ask whether a CUDA graph is being captured."""
+
+    class Masked(Block):
+        def forward(self, x, mask=None):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            return x + self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    class Encoder(Net):
+        def forward(self, x):
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if open_recorder() is not None else None
+            for block in self.blocks:
+                x = block(x, mask)
+            return x
+
+    net = accelerated(Encoder(Masked(), Masked()))
+    routes, compiled = steps(net, x_of())
+    assert routes[-1] == "replay" and not any(compiled)
+    assert rows_of(net)[0].uncompiled == "what was compiled for this forward does not fit it when it is recorded"
+
+
 def test_a_compiler_that_is_wrong_is_not_trusted():
     net = accelerated(Net(), lambda graph, given: off(graph, given, by=0.1))
     with torch.no_grad(), pytest.warns(diffgraph.CaptureWarning, match="differed"):
@@ -129,6 +151,20 @@ def test_new_sizes_compile_once_more_and_no_further():
     for rows in (11, 5):
         assert steps(net, x_of(rows))[0][-1] == "replay"
     assert [row.compiles for row in rows_of(net)] == [0, 0]
+
+
+@pytest.mark.parametrize("family", ["flux", "pixart", "wan"])
+def test_a_second_size_is_compiled_for_any_prompt_length_too(family):
+    """Also the sizes that had not changed when it came."""
+    pipe = pipelines.build(family)
+    pipe.set_progress_bar_config(disable=True)
+    shapes = ["32x32", "48x32", "32x64"] if family != "wan" else ["32x32x5", "48x32x5", "32x64x5"]
+    calls = [DenoiserCall.of(pipe, family, shape) for shape in shapes]
+    calls += [DenoiserCall.of(pipe, family, shape, prompt_length=rows) for shape, rows in zip(shapes, (24, 40, 56), strict=True)]
+    accelerated(calls[0].module, prompt_buckets=None)
+    assert all(map(_settles, calls))
+    first, second, *others = [row.compiles for row in rows_of(calls[0].module)]
+    assert first >= second > 0 and not any(others) and len(others) == 4
 
 
 def test_each_size_is_compiled_for_itself_where_that_is_asked_for():

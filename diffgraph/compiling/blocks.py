@@ -61,16 +61,23 @@ class BlockCompiler:
         """Run `forward`, made inside `placed`: what is not compiled yet for its sizes is, and kernels load and are chosen.
 
         The first signature is compiled for its very sizes, though blocks may differ in theirs; the others share what is compiled
-        for any size, unless the options say otherwise.
+        for any size, also where it has not changed yet (or a second prompt length would cost what a second size has), unless the
+        options say otherwise.
         Raises whatever the compiler does, and `CaptureError` where it leaves a block uncompiled, or there is none.
         """
         import torch._dynamo as dynamo
+        from torch.fx.experimental import _config as shapes
 
         if len(self._failures) >= _TRIES:  # it takes its time to fail
             raise CaptureError(self._failures[-1])
         self._first = self._first or signature
+        is_first = signature == self._first
         start, compiles, entered = perf_counter(), Tally.compiles, Tally.entered
-        with dynamo.config.patch(automatic_dynamic_shapes=signature != self._first):
+        with (
+            dynamo.config.patch(assume_static_by_default=is_first, automatic_dynamic_shapes=not is_first),
+            # Sizes may be equal by chance: 3,072 rows of 3,072 channels.
+            shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
             forward()
         if Tally.entered == entered:
             blocks = repeated_blocks(module)
@@ -80,8 +87,9 @@ class BlockCompiler:
         return Compilation(Tally.compiles - compiles, perf_counter() - start)
 
     def failed(self, module: torch.nn.Module, error: Exception) -> str:
-        """Say so, once; returns why in one line."""
-        text = " ".join(str(error).partition("\n\n")[0].split())[:LONGEST] or repr(error)
+        """Say so, once; returns why in one line: in our own words, if Dynamo has only wrapped them."""
+        ours = next((e for e in _chain(error) if isinstance(e, CaptureError)), error)
+        text = " ".join(str(ours).partition("\n\n")[0].split())[:LONGEST] or repr(error)
         self._failures.append(text)
         if text not in self._told:
             self._told.add(text)
@@ -148,6 +156,12 @@ class _OfThread:
     def __get__(self, module: torch.nn.Module | None, _: type) -> Callable[..., Any] | None:
         call = self._calls.get(id(module))  # first: Dynamo, in another thread, cannot trace the other question
         return call if call is not None and threading.get_ident() == self._thread else None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _is_plain(block: torch.nn.Module) -> bool:
