@@ -1,7 +1,10 @@
-"""What no way of running a denoiser can beat: its matrix products at the rate of a large one, its weights read once."""
+"""What no way of running a denoiser can beat: its matrix products at the rate of a large one of its numbers, its weights read
+once."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from statistics import median
 from typing import Any
@@ -17,22 +20,35 @@ from diffgraph.values.tensors import plain_parts
 @torch.no_grad()
 def floor(call: DenoiserCall) -> dict[str, Any]:
     """Columns: FLOPs and bytes of one call, the rates measured here, and the time that the dearer of both takes at least."""
-    dtype = next(p.dtype for p in call.module.parameters() if p.is_floating_point())
     with FlopCounterMode(display=False) as counter:
         call()
     weights = [part for p in call.module.parameters() for part in plain_parts(p)]
     found = {"tflops": counter.get_total_flops() / 1e12, "weights_gb": sum(part.nbytes for part in weights) / 1e9}
-    rates = {"tflops_a_s": matrix_rate(call.device, dtype), "gb_a_s": bandwidth(call.device)}
+    rates = {"tflops_a_s": matrix_rate(call.device, multiplied(weights)), "gb_a_s": bandwidth(call.device)}
     floor_ms = max(found["tflops"] / rates["tflops_a_s"], found["weights_gb"] / rates["gb_a_s"]) * 1e3
     return {**found, **rates, "floor_ms": floor_ms}
 
 
+def multiplied(weights: Sequence[torch.Tensor]) -> torch.dtype:
+    """The floating type that most weights have: integers are turned into one first, and a few tables may be kept in float32."""
+    bytes_of = Counter[torch.dtype]()
+    for part in weights:
+        bytes_of[part.dtype] += part.nbytes if part.is_floating_point() else 0
+    return bytes_of.most_common(1)[0][0]
+
+
 @cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of one large matrix product."""
+    """TFLOP/s of one large matrix product; of 8-bit floats with a scale for each row and column."""
     n = 8192 if device.type == "cuda" else 512
     a, b = torch.randn(2, n, n, device=device).to(dtype)
-    return 2 * n**3 / 1e12 / (median(call_ms(lambda: a @ b, 20, device)) / 1e3)
+    if dtype.itemsize == 1:
+        scales = torch.ones(n, 1, device=device)
+        options = {"scale_a": scales, "scale_b": scales.t(), "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        ms = call_ms(lambda: torch._scaled_mm(a, b.t(), **options), 20, device)
+    else:
+        ms = call_ms(lambda: a @ b, 20, device)
+    return 2 * n**3 / 1e12 / (median(ms) / 1e3)
 
 
 @cache

@@ -29,10 +29,15 @@ def add_lora(module: Any, name: str, rank: int = 16) -> None:
 
 
 def quantize(module: torch.nn.Module, kind: str) -> None:
-    """torchao weights, on every linear layer of the blocks; fp8 with one scale a row."""
+    """torchao weights, on every linear layer of the blocks; fp8 with one scale a row.
+
+    Without `set_inductor_config=False`, torchao has the compiler search all of the process's kernels' sizes (coordinate descent,
+    all directions): the first forward of FLUX.1 or Z-Image was not compiled after 100 s on an H200.
+    """
     import torchao.quantization as ao
 
     config = getattr(ao, QUANTIZED[kind])
     names = set(block_linears(module))
-    made = config(granularity=ao.PerRow()) if kind == "fp8" else config()
+    granularity = {"granularity": ao.PerRow()} if kind == "fp8" else {}
+    made = config(**granularity, set_inductor_config=False)
     ao.quantize_(module, made, filter_fn=lambda m, name: isinstance(m, torch.nn.Linear) and name in names)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import _spent, _table, chart, denoiser, few_steps, finetuning, memory, peers, pipeline, prompts, readme
+from benchmarks import _floor, _spent, _table, chart, denoiser, few_steps, finetuning, memory, peers, pipeline, prompts, readme
 
 COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
 TINY = ["--size", "tiny", "--device", "cpu"]
@@ -134,6 +134,14 @@ def test_peers_are_measured_side_by_side_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "PEERS", out)
     table = readme.peers().splitlines()
     assert table[2].count("`") == 2 * len(modes) and table[4].startswith("| PixArt 0.6B | 64×64 | ")
+
+
+def test_the_floor_is_that_of_the_numbers_that_are_multiplied():
+    """Wan keeps a few tables in float32, its first parameter among them; integers are turned into floats first."""
+    table, scales = torch.ones(2), torch.ones(3, dtype=torch.bfloat16)
+    for weight in (torch.ones(64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.int8)):
+        assert _floor.multiplied([table, weight, scales, scales]) is torch.bfloat16
+    assert _floor.multiplied([table, torch.ones(64).to(torch.float8_e4m3fn), scales]) is torch.float8_e4m3fn
 
 
 def test_a_peer_that_fails_leaves_a_note_and_the_next_is_measured(tmp_path, monkeypatch):
