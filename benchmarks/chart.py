@@ -43,8 +43,11 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
             place.set_xlabel(unit, fontsize=8)
             place.tick_params(labelsize=8)
             place.spines[["top", "right"]].set_visible(False)
-        times.axvline(group[0]["floor_ms"], color="#c0392b", linewidth=1, linestyle="--")
-        times.set_title(f"{name} (dashed: floor, {group[0]['floor_ms']:.1f} ms)", fontsize=9, loc="left")
+        floor_ms, floor = group[0]["floor_ms"], ""
+        if floor_ms is not None:
+            times.axvline(floor_ms, color="#c0392b", linewidth=1, linestyle="--")
+            floor = f" (dashed: floor, {floor_ms:.1f} ms)"
+        times.set_title(name + floor, fontsize=9, loc="left")
         builds.set_yticklabels([])
     figure.suptitle(title, fontsize=9)
     return figure
@@ -65,11 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("chart", type=Path, help=".svg or .png")
+    parser.add_argument("--plain", action="store_true", help="leave out what has LoRAs or quantised weights")
     options = parser.parse_args(argv)
     data = json.loads(options.results.read_text(encoding="utf-8"))
     versions = data["versions"]
     title = f"One denoiser call; {data['machine']}, torch {versions['torch']}, diffusers {versions['diffusers']}"
-    figure = draw(data["rows"], title)
+    rows = [row for row in data["rows"] if not (options.plain and (row.get("loras") or row.get("quantized")))]
+    figure = draw(rows, title)
     figure.savefig(options.chart, metadata={"Date": None} if options.chart.suffix == ".svg" else None)
     return 0
 

@@ -98,7 +98,7 @@ def _options(pipe: Any, mode: str) -> dict[str, Any] | None:
 
 def _recorded(before: diffgraph.Report, report: diffgraph.Report) -> Row:
     notes = [why] if (why := missed(before, report)) else []
-    notes += sorted({f"not compiled: {s.uncompiled}" for s in report.signatures if s.uncompiled})
+    notes += sorted({f"{s.label.partition(':')[0]} not compiled: {s.uncompiled}" for s in report.signatures if s.uncompiled})
     recorded = {"segments": sum(s.segments for s in report.signatures), "pool_mib": report.memory_bytes / MIB}
     return {**recorded, "note": "; ".join(notes) or None}
 

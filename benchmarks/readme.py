@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import MODES, MORE_MODES
 from diffgraph.reasons import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,11 +30,24 @@ NAMES = {
 }
 
 
+#: What recording alone, and with compiled blocks, is to gain over eager at the least, by family, LoRAs, quantisation and mode.
+AIMS = {
+    ("qwen_image", 0, None, "breakable+compile"): 2.5,
+    ("z_image", 0, None, "breakable+compile"): 1.8,
+    ("flux", 0, None, "breakable+compile"): 1.8,
+    ("qwen_image", 1, None, "breakable"): 3.0,
+    ("wan", 1, None, "breakable"): 3.0,
+    ("flux", 1, None, "breakable"): 2.0,
+    ("z_image", 1, None, "breakable"): 2.0,
+    ("flux", 0, "fp8", "breakable"): 3.0,
+    ("z_image", 0, "fp8", "breakable"): 3.0,
+}
 FEW_STEPS = {"z_image": "Z-Image-Turbo", "flux": "FLUX.1-schnell"}
 
 #: What stands where figures will, once they are measured.
 NOT_YET = {
     "peers": "`compile_blocks` beside `torch.compile` in its modes: not measured yet (`python -m benchmarks.peers`).",
+    "peers in detail": "Not measured yet.",
     "few steps": "Few-step pipelines from a text to a picture: not measured yet (`python -m benchmarks.few_steps`).",
     "parallel": "Not measured on GPUs yet: what is told here was tried with two processes on the CPU device.",
     "finetuning": "Not measured on a GPU yet: what is told here was tried on the CPU device.",
@@ -48,6 +62,7 @@ def filled(text: str) -> str:
     blocks = {
         "benchmarks": measured,
         "peers": peers,
+        "peers in detail": peers_in_detail,
         "few steps": few_steps,
         "prompts": prompts,
         "reliability": reliability,
@@ -236,40 +251,72 @@ def peers() -> str:
     if not PEERS.exists():
         return ""
     data = json.loads(PEERS.read_text(encoding="utf-8"))
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for row in data["rows"]:
-        loras, quantized = row.get("loras") or 0, row.get("quantized")
-        with_what = [f"{loras} unfused LoRA{'s' * (loras > 1)}"] * bool(loras) + [f"torchao {quantized}"] * bool(quantized)
-        tables.setdefault(" and ".join(with_what), []).append(row)
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {data['versions']['torch']}, published sizes with random weights: ms "
         "of one denoiser call, in brackets seconds to build it (–: not measured). Hosts are other ones than in the table above, "
         "and some were faster: compare within a row. Floor: FLOPs at the rate of one large matrix product, or the weights "
-        "read once. `python -m benchmarks.peers` measures it.",
+        "read once. `python -m benchmarks.peers` measures it; [where the time goes](docs/results.md).",
     ]
-    for with_what in sorted(tables):
-        lines += ["", *([f"With {with_what}:", ""] if with_what else []), *_peers(tables[with_what])]
-    plain = tables.get("", [])
-    lines += ["", *_later(plain), *_where_time_goes(plain), *_whole_calls(plain)]
+    for with_what, found in _peer_tables(data["rows"]):
+        lines += ["", *([f"With {with_what}:", ""] if with_what else []), *_peers(found)]
+        told = [*_later(found), *_missed(found), *_whole_calls(found)]
+        lines += ["", *told] if told else []
     if (ROOT / CHART).exists():
         lines += ["", f"![Milliseconds a call and seconds to build of each mode]({CHART})"]
     return "\n".join(lines)
 
 
+def peers_in_detail() -> str:
+    """What comes later, and by kind of kernel; nothing where none was measured."""
+    if not PEERS.exists():
+        return ""
+    lines = []
+    for with_what, found in _peer_tables(json.loads(PEERS.read_text(encoding="utf-8"))["rows"]):
+        told = [*_later_of_each(found), *_where_time_goes(found)]
+        lines += ["", *([f"With {with_what}:", ""] if with_what else []), *told] if told else []
+    return "\n".join(lines).strip()
+
+
+def _peer_tables(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """By what is done to the weights."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: list(NAMES).index(row["family"])):
+        loras, quantized = row.get("loras") or 0, row.get("quantized")
+        with_what = [f"{loras} unfused LoRA{'s' * (loras > 1)}"] * bool(loras) + [f"torchao {quantized}"] * bool(quantized)
+        tables.setdefault(" and ".join(with_what), []).append(row)
+    return sorted(tables.items())
+
+
 def _peers(found: list[dict[str, Any]]) -> list[str]:
-    modes = list(dict.fromkeys(row["mode"] for row in found))
+    modes = [mode for mode in (*MODES, *MORE_MODES) if any(row["mode"] == mode for row in found)]
     lines = [f"| model | shape | {' | '.join(f'`{mode}`' for mode in modes)} | floor |", f"|---|---|{'--:|' * len(modes)}--:|"]
     for family, shape in dict.fromkeys((row["family"], row["shape"]) for row in found):
         own = {row["mode"]: row for row in found if (row["family"], row["shape"]) == (family, shape)}
         fastest = min((row["ms"] for row in own.values() if row["ms"]), default=None)
         cells = [_peer(own.get(mode), fastest) for mode in modes]
         floor_ms = next(iter(own.values()))["floor_ms"]
-        lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {' | '.join(cells)} | {floor_ms:.1f} |")
+        cells.append("–" if floor_ms is None else f"{floor_ms:.1f}")
+        lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {' | '.join(cells)} |")
     return lines
 
 
 def _later(found: list[dict[str, Any]]) -> list[str]:
-    """What a second size and a second prompt length cost when they first come."""
+    """Between which seconds a second size, a second prompt length and a switch of LoRAs cost when they first come."""
+    modes = [mode for mode in (*MODES, *MORE_MODES) if mode != "eager"]
+    lines = []
+    for what, keys in (
+        ("A second size or prompt length costs, when it first comes,", ("size_s", "prompt_s")),
+        ("Another LoRA costs", ("lora_s",)),
+    ):
+        seconds = {
+            mode: [r[key] for r in found for key in keys if r["mode"] == mode and r.get(key) is not None] for mode in modes
+        }
+        told = [f"`{mode}` {_span(s)} s" for mode, s in seconds.items() if s]
+        lines += [f"- {what} {', '.join(told)}."] if told else []
+    return lines
+
+
+def _later_of_each(found: list[dict[str, Any]]) -> list[str]:
     lines = []
     for family, shape in dict.fromkeys((row["family"], row["shape"]) for row in found):
         own = [row for row in found if (row["family"], row["shape"]) == (family, shape) and row["mode"] != "eager"]
@@ -286,20 +333,37 @@ def _and(s: float | None) -> str:
 
 def _where_time_goes(found: list[dict[str, Any]]) -> list[str]:
     """By kind of kernel, of the modes that were profiled."""
+    return [f"- {NAMES[row['family']]}, `{row['mode']}`: of {_spent(row)}." for row in found if row.get("idle_ms") is not None]
+
+
+def _spent(row: dict[str, Any]) -> str:
+    """The time of a call, and of what kind its kernels are, where it was profiled."""
+    parts = (("matrix products", "matrix"), ("attention", "attention"), ("other kernels", "other"), ("idle", "idle"))
+    told = [f"{name} {row[f'{key}_ms']:.1f}" for name, key in parts if row.get(f"{key}_ms") is not None]
+    return ", ".join([f"{row['ms']:.1f} ms", *told])
+
+
+def _missed(found: list[dict[str, Any]]) -> list[str]:
+    """Where less was gained than was to be, or a mode of torch.compile is faster."""
     lines = []
-    for row in (row for row in found if row.get("idle_ms") is not None):
-        rest = [r for r in found if (r["family"], r["shape"]) == (row["family"], row["shape"]) and r["ms"]]
-        best = min(rest, key=lambda r: r["ms"])
-        short = "" if best is row else f", {row['ms'] / best['ms'] - 1:.0%} behind `{best['mode']}`"
-        parts = (
-            ("matrix products", "matrix"),
-            ("attention", "attention"),
-            ("other kernels", "other"),
-            ("idle", "idle"),
-        )
-        told = ", ".join(f"{name} {row[f'{key}_ms']:.1f}" for name, key in parts)
-        lines.append(f"- {NAMES[row['family']]}, `{row['mode']}`{short}: of {row['ms']:.1f} ms, {told}.")
+    for row in (row for row in found if row["ms"]):
+        own = [r for r in found if (r["family"], r["shape"]) == (row["family"], row["shape"]) and r["ms"]]
+        name, aim = f"- {NAMES[row['family']]}, `{row['mode']}`:", AIMS.get(aim_of(row))
+        if aim and row["ratio"] < aim:
+            eager = next(r for r in own if r["mode"] == "eager")
+            lines.append(
+                f"{name} {row['ratio']:.2f}x, short of the {aim:g}x aimed at; eager took {eager['ms']:.1f} ms on this host."
+            )
+        compiled = [r for r in own if r["mode"].startswith("torch.compile")]
+        best = min(compiled, key=lambda r: r["ms"], default=row)
+        if row["mode"] == "breakable+compile" and best["ms"] < row["ms"]:
+            lines.append(f"{name} {row['ms'] / best['ms'] - 1:.0%} behind `{best['mode']}`; of {_spent(row)}.")
     return lines
+
+
+def aim_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """A row's key in `AIMS`."""
+    return row["family"], row.get("loras") or 0, row.get("quantized"), row["mode"]
 
 
 def _whole_calls(found: list[dict[str, Any]]) -> list[str]:
