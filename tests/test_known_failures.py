@@ -28,7 +28,7 @@ from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_fo
 import diffgraph
 from diffgraph.devices.cpu import CpuPool
 from diffgraph.recording.capture import Recording
-from diffgraph.values.compare import same_bits
+from diffgraph.values.compare import close, same_bits
 
 
 def lora(r=4):
@@ -562,8 +562,9 @@ def test_a_saved_pipeline_loads_again_and_draws_the_same(tmp_path):
     pipe.save_pretrained(tmp_path / "after")
     before, after = ((tmp_path / name / "model_index.json").read_text() for name in ("before", "after"))
     assert after == before
-    loaded = type(pipe).from_pretrained(tmp_path / "after")
-    assert same_bits(draw(loaded), picture)
+    # Both from a file: weights lie there off the addresses that kernels like, and a CPU may round otherwise for it.
+    drawn = [draw(type(pipe).from_pretrained(tmp_path / name)) for name in ("before", "after")]
+    assert same_bits(*drawn) and close(drawn[0], picture)
     assert same_bits(draw(pipe), picture)
 
 
