@@ -1,5 +1,5 @@
-"""What no way of running a denoiser can beat: its matrix products at the rate of a large one of its numbers, its weights read
-once."""
+"""What no way of running a denoiser can beat: its FLOPs, attention's among them, at the rate of a large matrix product of the
+type that its weights have, or its weights read once."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def floor(call: DenoiserCall) -> dict[str, Any]:
 
 def multiplied(weights: Sequence[torch.Tensor]) -> torch.dtype:
     """The floating type that most weights have: integers are turned into one first, and a few tables may be kept in float32."""
-    bytes_of = Counter[torch.dtype]()
+    numbers = Counter[torch.dtype]()
     for part in weights:
-        bytes_of[part.dtype] += part.nbytes if part.is_floating_point() else 0
-    return bytes_of.most_common(1)[0][0]
+        if part.is_floating_point():
+            numbers[part.dtype] += part.numel()
+    return numbers.most_common(1)[0][0]
 
 
 @cache

@@ -12,18 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import MODES, MORE_MODES
-from benchmarks.readme import NAMES
+from benchmarks._names import MODES, MORE_MODES, NAMES
 
 _COLOURS = {"eager": "#9aa0a6", "torch.compile": "#e8a33d", "full": "#7fb3d5", "breakable": "#3d7ea6", "compiled": "#1b4965"}
 
 
 def draw(rows: list[dict[str, Any]], title: str) -> Any:
     """A matplotlib figure of the peers' rows that were measured, family by family."""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
+    rcParams["svg.hashsalt"] = "peers"  # the same file for the same rows
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: list(NAMES).index(row["family"])):
         if row["what"] == "peers" and row["ms"]:
             groups.setdefault(_name(row), []).append(row)
     if not groups:
@@ -43,18 +44,17 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
             place.set_xlabel(unit, fontsize=8)
             place.tick_params(labelsize=8)
             place.spines[["top", "right"]].set_visible(False)
-        floor_ms, floor = group[0]["floor_ms"], ""
-        if floor_ms is not None:
+        if (floor_ms := group[0]["floor_ms"]) is not None:
             times.axvline(floor_ms, color="#c0392b", linewidth=1, linestyle="--")
-            floor = f" (dashed: floor, {floor_ms:.1f} ms)"
-        times.set_title(name + floor, fontsize=9, loc="left")
+            name += f" (dashed: floor, {floor_ms:.1f} ms)"
+        times.set_title(name, fontsize=9, loc="left")
         builds.set_yticklabels([])
     figure.suptitle(title, fontsize=9)
     return figure
 
 
 def _name(row: dict[str, Any]) -> str:
-    more = [f"{row['loras']} LoRAs"] if row.get("loras") else []
+    more = [f"{row['loras']} LoRA{'s' * (row['loras'] > 1)}"] if row.get("loras") else []
     more += [row["quantized"]] if row.get("quantized") else []
     return ", ".join([f"{NAMES[row['family']]} {row['shape']}", *more])
 

@@ -23,23 +23,13 @@ from benchmarks import _cli
 from benchmarks._calls import DenoiserCall, difference, inputs, relative_difference
 from benchmarks._floor import floor
 from benchmarks._measure import MIB, call_ms, release, seconds
+from benchmarks._names import MODES, MORE_MODES
 from benchmarks._results import Results, Row
 from benchmarks._spent import spent
 from benchmarks._weights import add_lora
 from benchmarks.denoiser import default_shapes
 from diffgraph.compiling.blocks import repeated_blocks
 
-MODES = (
-    "eager",
-    "torch.compile",
-    "torch.compile:reduce-overhead",
-    "torch.compile:max-autotune-no-cudagraphs",
-    "torch.compile:regional",
-    "full",
-    "breakable",
-    "breakable+compile",
-)
-MORE_MODES = ("full+compile", "breakable+compile:static", "breakable+compile:max-autotune-no-cudagraphs")
 LATER = ("size", "prompt")
 FIRST = 5  # calls until a mode has settled: compiled, warmed up, recorded
 COLUMNS = {
@@ -54,7 +44,8 @@ COLUMNS = {
     "peak MiB": "peak_mib",
     "rel. diff": "relative_diff",
     "bit-equal": "equal",
-    "2nd size: s": "size_s",
+    "2nd size": "size_shape",
+    ": s": "size_s",
     "compiles ": "size_compiles",
     "ms ": "size_ms",
     "2nd prompt: s": "prompt_s",
@@ -103,9 +94,12 @@ class Case:
         self.call = DenoiserCall.of(pipe, family, shape)
         self.module, self.device = self.call.module, self.call.device
         self.new = [self.call.with_new_inputs(seed) for seed in (1, 2)]
+        about = {"what": "peers", "family": family, "shape": shape, "dtype": str(self.module.dtype)[6:]}
+        self.about: Row = about | {"loras": options.loras, "quantized": options.quantize}
         self.later = {}
         if "size" in options.later:
-            self.later["size"] = DenoiserCall.of(pipe, family, options.second_shape or second_shape(family, shape))
+            self.about["size_shape"] = options.second_shape or second_shape(family, shape)
+            self.later["size"] = DenoiserCall.of(pipe, family, self.about["size_shape"])
         if "prompt" in options.later:
             try:
                 self.later["prompt"] = DenoiserCall.of(pipe, family, shape, prompt_length=options.second_prompt)
@@ -117,8 +111,6 @@ class Case:
             self.module.set_adapters(self.loras)
         self.expected = [call() for call in self.new]
         self.floor = floor(self.call)
-        about = {"what": "peers", "family": family, "shape": shape, "dtype": str(self.module.dtype)[6:]}
-        self.about = about | {"loras": options.loras, "quantized": options.quantize}
         self.eager_ms: float | None = None
 
     def row(self, mode: str) -> Row:

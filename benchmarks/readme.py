@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import MODES, MORE_MODES
+from benchmarks import _peer_tables
+from benchmarks._names import NAMES
 from diffgraph.reasons import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,30 +19,6 @@ CHART = "docs/pictures/peers.svg"
 SOAK = RESULTS.with_name("soak-cpu.json")
 PARALLEL = RESULTS.with_name("h200-parallel.json")  # of `benchmarks.parallel`, once it has been measured
 ANOTHER_RUN = RESULTS.with_name("h200-another-run.json")  # the same kind of machine, with a host of another speed
-NAMES = {
-    "qwen_image": "Qwen-Image 20.4B",
-    "flux": "FLUX.1 11.9B",
-    "z_image": "Z-Image 6.2B",
-    "sd3": "SD3.5-medium 2.2B",
-    "pixart": "PixArt 0.6B",
-    "sana": "SANA 1.6B",
-    "wan": "Wan2.1 1.3B",
-    "sdxl": "SDXL 2.6B",
-}
-
-
-#: What recording alone, and with compiled blocks, is to gain over eager at the least, by family, LoRAs, quantisation and mode.
-AIMS = {
-    ("qwen_image", 0, None, "breakable+compile"): 2.5,
-    ("z_image", 0, None, "breakable+compile"): 1.8,
-    ("flux", 0, None, "breakable+compile"): 1.8,
-    ("qwen_image", 1, None, "breakable"): 3.0,
-    ("wan", 1, None, "breakable"): 3.0,
-    ("flux", 1, None, "breakable"): 2.0,
-    ("z_image", 1, None, "breakable"): 2.0,
-    ("flux", 0, "fp8", "breakable"): 3.0,
-    ("z_image", 0, "fp8", "breakable"): 3.0,
-}
 FEW_STEPS = {"z_image": "Z-Image-Turbo", "flux": "FLUX.1-schnell"}
 
 #: What stands where figures will, once they are measured.
@@ -248,167 +225,43 @@ def parallel() -> str:
 
 def peers() -> str:
     """Each way of running a denoiser: its time, and its seconds to build; nothing where none was measured."""
-    if not PEERS.exists():
-        return ""
-    data = json.loads(PEERS.read_text(encoding="utf-8"))
-    lines = [
-        f"{data['machine'].replace('one', 'One')}, torch {data['versions']['torch']}, published sizes with random weights: ms "
-        "of one denoiser call, in brackets seconds to build it (–: not measured). Hosts are other ones than in the table above, "
-        "and some were faster: compare within a row. Floor: FLOPs at the rate of one large matrix product, or the weights "
-        "read once. `python -m benchmarks.peers` measures it; [where the time goes](docs/results.md).",
-    ]
-    for with_what, found in _peer_tables(data["rows"]):
-        lines += ["", *([f"With {with_what}:", ""] if with_what else []), *_peers(found)]
-        told = [*_later(found), *_missed(found), *_whole_calls(found)]
-        lines += ["", *told] if told else []
-    if (ROOT / CHART).exists():
-        lines += ["", f"![Milliseconds a call and seconds to build of each mode]({CHART})"]
-    return "\n".join(lines)
+    return _peer_tables.tables(_peers(), CHART if (ROOT / CHART).exists() else None) if PEERS.exists() else ""
 
 
 def peers_in_detail() -> str:
-    """What comes later, and by kind of kernel; nothing where none was measured."""
-    if not PEERS.exists():
-        return ""
-    lines = []
-    for with_what, found in _peer_tables(json.loads(PEERS.read_text(encoding="utf-8"))["rows"]):
-        told = [*_later_of_each(found), *_where_time_goes(found)]
-        lines += ["", *([f"With {with_what}:", ""] if with_what else []), *told] if told else []
-    return "\n".join(lines).strip()
+    """What comes later, and where the time goes; nothing where none was measured."""
+    return _peer_tables.details(_peers()["rows"]) if PEERS.exists() else ""
 
 
-def _peer_tables(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """By what is done to the weights."""
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: list(NAMES).index(row["family"])):
-        loras, quantized = row.get("loras") or 0, row.get("quantized")
-        with_what = [f"{loras} unfused LoRA{'s' * (loras > 1)}"] * bool(loras) + [f"torchao {quantized}"] * bool(quantized)
-        tables.setdefault(" and ".join(with_what), []).append(row)
-    return sorted(tables.items())
-
-
-def _peers(found: list[dict[str, Any]]) -> list[str]:
-    modes = [mode for mode in (*MODES, *MORE_MODES) if any(row["mode"] == mode for row in found)]
-    lines = [f"| model | shape | {' | '.join(f'`{mode}`' for mode in modes)} | floor |", f"|---|---|{'--:|' * len(modes)}--:|"]
-    for family, shape in dict.fromkeys((row["family"], row["shape"]) for row in found):
-        own = {row["mode"]: row for row in found if (row["family"], row["shape"]) == (family, shape)}
-        fastest = min((row["ms"] for row in own.values() if row["ms"]), default=None)
-        cells = [_peer(own.get(mode), fastest) for mode in modes]
-        floor_ms = next(iter(own.values()))["floor_ms"]
-        cells.append("–" if floor_ms is None else f"{floor_ms:.1f}")
-        lines.append(f"| {NAMES[family]} | {shape.replace('x', '×')} | {' | '.join(cells)} |")
-    return lines
-
-
-def _later(found: list[dict[str, Any]]) -> list[str]:
-    """Between which seconds a second size, a second prompt length and a switch of LoRAs cost when they first come."""
-    modes = [mode for mode in (*MODES, *MORE_MODES) if mode != "eager"]
-    lines = []
-    for what, keys in (
-        ("A second size or prompt length costs, when it first comes,", ("size_s", "prompt_s")),
-        ("Another LoRA costs", ("lora_s",)),
-    ):
-        seconds = {
-            mode: [r[key] for r in found for key in keys if r["mode"] == mode and r.get(key) is not None] for mode in modes
-        }
-        told = [f"`{mode}` {_span(s)} s" for mode, s in seconds.items() if s]
-        lines += [f"- {what} {', '.join(told)}."] if told else []
-    return lines
-
-
-def _later_of_each(found: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for family, shape in dict.fromkeys((row["family"], row["shape"]) for row in found):
-        own = [row for row in found if (row["family"], row["shape"]) == (family, shape) and row["mode"] != "eager"]
-        told = [f"`{r['mode']}` {r['size_s']:.1f}{_and(r.get('prompt_s'))} s" for r in own if r.get("size_s") is not None]
-        lines += (
-            [f"- {NAMES[family]}: a second size and prompt length cost, when they first come, {', '.join(told)}."] if told else []
-        )
-    return lines
-
-
-def _and(s: float | None) -> str:
-    return "" if s is None else f" and {s:.1f}"
-
-
-def _where_time_goes(found: list[dict[str, Any]]) -> list[str]:
-    """By kind of kernel, of the modes that were profiled."""
-    return [f"- {NAMES[row['family']]}, `{row['mode']}`: of {_spent(row)}." for row in found if row.get("idle_ms") is not None]
-
-
-def _spent(row: dict[str, Any]) -> str:
-    """The time of a call, and of what kind its kernels are, where it was profiled."""
-    parts = (("matrix products", "matrix"), ("attention", "attention"), ("other kernels", "other"), ("idle", "idle"))
-    told = [f"{name} {row[f'{key}_ms']:.1f}" for name, key in parts if row.get(f"{key}_ms") is not None]
-    return ", ".join([f"{row['ms']:.1f} ms", *told])
-
-
-def _missed(found: list[dict[str, Any]]) -> list[str]:
-    """Where less was gained than was to be, or a mode of torch.compile is faster."""
-    lines = []
-    for row in (row for row in found if row["ms"]):
-        own = [r for r in found if (r["family"], r["shape"]) == (row["family"], row["shape"]) and r["ms"]]
-        name, aim = f"- {NAMES[row['family']]}, `{row['mode']}`:", AIMS.get(aim_of(row))
-        if aim and row["ratio"] < aim:
-            eager = next(r for r in own if r["mode"] == "eager")
-            lines.append(
-                f"{name} {row['ratio']:.2f}x, short of the {aim:g}x aimed at; eager took {eager['ms']:.1f} ms on this host."
-            )
-        compiled = [r for r in own if r["mode"].startswith("torch.compile")]
-        best = min(compiled, key=lambda r: r["ms"], default=row)
-        if row["mode"] == "breakable+compile" and best["ms"] < row["ms"]:
-            lines.append(f"{name} {row['ms'] / best['ms'] - 1:.0%} behind `{best['mode']}`; of {_spent(row)}.")
-    return lines
-
-
-def aim_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """A row's key in `AIMS`."""
-    return row["family"], row.get("loras") or 0, row.get("quantized"), row["mode"]
-
-
-def _whole_calls(found: list[dict[str, Any]]) -> list[str]:
-    """Whole pipeline calls, where they were timed too."""
-    eager = {(r["family"], r["shape"]): r["pipeline_s"] for r in found if r["mode"] == "eager" and r.get("pipeline_s")}
-    lines = []
-    for place, s in eager.items():
-        rows = [r for r in found if (r["family"], r["shape"]) == place and r.get("pipeline_s") and r["mode"] != "eager"]
-        told = [f"`{r['mode']}` {r['pipeline_s']:.2f} s (**{s / r['pipeline_s']:.2f}x**)" for r in rows]
-        steps = f", {rows[0]['pipeline_steps']} steps" if rows and rows[0].get("pipeline_steps") else ""
-        where = f"{NAMES[place[0]]} {place[1].replace('x', '×')}{steps}"
-        lines.append(f"- The whole pipeline, one call, {where}: eager {s:.2f} s, {', '.join(told)}.")
-    return lines
+def _peers() -> dict[str, Any]:
+    return json.loads(PEERS.read_text(encoding="utf-8"))
 
 
 def few_steps() -> str:
     """Distilled pipelines from a text to a picture, measured."""
     data, rows = read(RESULTS)
     found = {key[1:]: row for key, row in rows.items() if key[0] == "few steps"}
-    modes = {"denoiser": "the denoiser recorded", "every": "every component", "every+compile": "every component, compiled"}
+    modes = {
+        "eager": "eager",
+        "denoiser": "the denoiser recorded",
+        "every": "every component recorded",
+        "every+compile": "and compiled, where that works",
+    }
     lines = [
-        f"From a text to a picture on {data['machine']}, text encoders and VAE of published size with random weights, bf16: "
-        "seconds, in brackets the gain over eager, and whether the picture has eager's bits.",
+        f"From a text to a picture on {data['machine']}, text encoders and VAE of published size with random weights, bf16. The "
+        "first three calls run eager, record and verify; the last column says how long they took together.",
         "",
-        f"| pipeline | steps | shape | eager | {' | '.join(modes.values())} |",
-        f"|---|--:|---|--:|{'--:|' * len(modes)}",
+        "| pipeline | | s | | eager's bits | pool MiB | first three calls s |",
+        "|---|---|--:|--:|---|--:|--:|",
     ]
-    for family, shape in dict.fromkeys(key[:2] for key in found):
-        eager = found[family, shape, "eager"]
-        cells = [_few(found.get((family, shape, mode))) for mode in modes]
-        place = f"{FEW_STEPS[family]} | {eager['steps']} | {shape.replace('x', '×')}"
-        lines.append(f"| {place} | {eager['s']:.3f} | {' | '.join(cells)} |")
+    for (family, shape, mode), row in found.items():
+        cells = [f"{FEW_STEPS[family]}, {row['steps']} steps, {shape.replace('x', '×')}", modes[mode], f"{row['s']:.3f}"]
+        pool = "" if row["pool_mib"] is None else f"{row['pool_mib']:.0f}"
+        cells += [f"**{row['ratio']:.2f}x**", "yes" if row["equal"] else "rounds"] if mode != "eager" else ["", ""]
+        cells += [pool, f"{row['first_s']:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     notes = [f"- {FEW_STEPS[f]}, {modes[m]}: {row['note']}." for (f, _, m), row in found.items() if row["note"]]
     return "\n".join([*lines, *([""] if notes else []), *notes]) if found else ""
-
-
-def _few(row: dict[str, Any] | None) -> str:
-    return "–" if row is None else f"{row['s']:.3f} ({row['ratio']:.2f}x, {'equal' if row['equal'] else 'rounds'})"
-
-
-def _peer(row: dict[str, Any] | None, fastest: float | None) -> str:
-    if row is None or not row["ms"]:
-        return "–"
-    ms = f"**{row['ms']:.1f}**" if row["ms"] == fastest else f"{row['ms']:.1f}"
-    return ms if row["mode"] == "eager" else f"{ms} ({row['build_s']:.1f})"
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], dict[str, Any]]]:
@@ -447,8 +300,8 @@ def _span(values: Iterable[float], digits: int = 1) -> str:
     return f"{found[0]:.{digits}f}–{found[-1]:.{digits}f}"
 
 
-_NAMES = ("README.md", *(f"docs/{name}.md" for name in ("results", "parallel", "fine-tuning", "command-line")))
-PAGES = tuple(ROOT / name for name in _NAMES)
+_PAGES = ("README.md", *(f"docs/{name}.md" for name in ("results", "parallel", "fine-tuning", "command-line")))
+PAGES = tuple(ROOT / name for name in _PAGES)
 
 if __name__ == "__main__":
     for page in PAGES:

@@ -20,7 +20,7 @@ import pipelines
 from benchmarks._calls import DenoiserCall
 from benchmarks._weights import quantize
 from diffgraph.compiling import pieces
-from diffgraph.compiling.blocks import repeated_blocks
+from diffgraph.compiling.blocks import BlockCompiler, repeated_blocks
 from diffgraph.engine.current import open_recorder
 from diffgraph.values.compare import close, same_bits
 from tests._toys import eager, route_of
@@ -133,6 +133,18 @@ def test_a_forward_that_gives_its_blocks_a_mask_only_while_it_is_recorded_is_rec
     routes, compiled = steps(net, x_of())
     assert routes[-1] == "replay" and not any(compiled)
     assert rows_of(net)[0].uncompiled == "what was compiled for this forward does not fit it when it is recorded"
+
+
+def test_an_error_of_ours_that_has_nothing_to_do_with_the_compilers_is_not_told_in_its_place():
+    compiler = BlockCompiler({})
+    try:
+        try:
+            raise diffgraph.CaptureError("handled")
+        except diffgraph.CaptureError:
+            raise RuntimeError("out of disk") from None
+    except RuntimeError as error:
+        error.__cause__ = error  # nor does a circle hold it up
+        assert compiler.failed(Net(), error) == "out of disk"
 
 
 def test_a_compiler_that_is_wrong_is_not_trusted():

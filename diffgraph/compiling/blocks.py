@@ -60,13 +60,13 @@ class BlockCompiler:
     def compile(self, module: torch.nn.Module, signature: Signature, forward: Callable[[], Any]) -> Compilation:
         """Run `forward`, made inside `placed`: what is not compiled yet for its sizes is, and kernels load and are chosen.
 
-        The first signature is compiled for its very sizes, though blocks may differ in theirs; the others share what is compiled
-        for any size, also where it has not changed yet (or a second prompt length would cost what a second size has), unless the
-        options say otherwise.
+        The first signature is compiled for its very sizes, though blocks may differ in theirs; all others share what the second
+        is compiled for, any size, unless the options say otherwise. Any, because Dynamo's own way, to open only those that have
+        changed, would compile again for the next to change: after a second picture size, for a second prompt length.
         Raises whatever the compiler does, and `CaptureError` where it leaves a block uncompiled, or there is none.
         """
         import torch._dynamo as dynamo
-        from torch.fx.experimental import _config as shapes
+        from torch.fx.experimental import _config as symbolic
 
         if len(self._failures) >= _TRIES:  # it takes its time to fail
             raise CaptureError(self._failures[-1])
@@ -75,8 +75,8 @@ class BlockCompiler:
         start, compiles, entered = perf_counter(), Tally.compiles, Tally.entered
         with (
             dynamo.config.patch(assume_static_by_default=is_first, automatic_dynamic_shapes=not is_first),
-            # Sizes may be equal by chance: 3,072 rows of 3,072 channels.
-            shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+            # Or what is equal by chance, 3,072 rows of 3,072 channels, would have to be so ever after.
+            symbolic.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
             forward()
         if Tally.entered == entered:
@@ -86,10 +86,10 @@ class BlockCompiler:
         self.forgive()
         return Compilation(Tally.compiles - compiles, perf_counter() - start)
 
-    def failed(self, module: torch.nn.Module, error: Exception) -> str:
-        """Say so, once; returns why in one line: in our own words, if Dynamo has only wrapped them."""
-        ours = next((e for e in _chain(error) if isinstance(e, CaptureError)), error)
-        text = " ".join(str(ours).partition("\n\n")[0].split())[:LONGEST] or repr(error)
+    def failed(self, module: torch.nn.Module, error: BaseException) -> str:
+        """Say so, once; returns why in one line."""
+        error = _unwrapped(error)
+        text = " ".join(str(error).partition("\n\n")[0].split())[:LONGEST] or repr(error)
         self._failures.append(text)
         if text not in self._told:
             self._told.add(text)
@@ -158,10 +158,13 @@ class _OfThread:
         return call if call is not None and threading.get_ident() == self._thread else None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+def _unwrapped(error: BaseException) -> BaseException:
+    """An error of ours, if Dynamo has only wrapped it."""
+    found, seen = error, set[int]()
+    while type(found).__module__ == "torch._dynamo.exc" and id(found) not in seen:
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__ or error
+    return found if isinstance(found, CaptureError) else error
 
 
 def _is_plain(block: torch.nn.Module) -> bool:

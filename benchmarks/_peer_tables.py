@@ -1,0 +1,161 @@
+"""What `benchmarks.peers` has measured, as tables: for the README, and in detail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks._names import MODES, MORE_MODES, NAMES
+
+Row = dict[str, Any]
+
+#: What is to be gained over eager at the least: by family, shape, LoRAs, quantisation and mode.
+AIMS = {
+    ("qwen_image", "512x512", 0, None, "breakable+compile"): 2.5,
+    ("z_image", "512x512", 0, None, "breakable+compile"): 1.8,
+    ("flux", "512x512", 0, None, "breakable+compile"): 1.8,
+    ("qwen_image", "512x512", 1, None, "breakable"): 3.0,
+    ("wan", "480x832x1", 1, None, "breakable"): 3.0,
+    ("flux", "512x512", 1, None, "breakable"): 2.0,
+    ("z_image", "512x512", 1, None, "breakable"): 2.0,
+    ("flux", "512x512", 0, "fp8", "breakable"): 3.0,
+    ("z_image", "512x512", 0, "fp8", "breakable"): 3.0,
+}
+_SPENT = {"matrix": "matrix products", "attention": "attention", "other": "other kernels", "idle": "GPU idle"}
+
+
+def aim_of(row: Row) -> tuple[Any, ...]:
+    """A row's key in `AIMS`."""
+    return row["family"], row["shape"], row.get("loras") or 0, row.get("quantized"), row["mode"]
+
+
+def tables(data: dict[str, Any], chart: str | None) -> str:
+    """A table for plain weights, with LoRAs and for each quantisation; below each, where it falls short."""
+    lines = [
+        f"{data['machine'].replace('one', 'One')}, torch {data['versions']['torch']}, published sizes with random weights: ms "
+        "of one denoiser call, in brackets seconds to build it (–: not measured; bold: the fastest of those measured). `full` is "
+        '`backend="full"`, `+compile` `compile_blocks=True`, `torch.compile:regional` diffusers\' `compile_repeated_blocks()`. '
+        "Hosts are other ones than in the table above, some faster, some slower: compare within a row. Floor: FLOPs at the rate "
+        "of one large matrix product, or the weights read once. `python -m benchmarks.peers` measures it; what a second size, "
+        "prompt length or LoRA costs, and where the time goes: [results](docs/results.md).",
+    ]
+    by_weights = _by_weights(data["rows"])
+    for with_what, rows in by_weights.items():
+        lines += ["", *([f"With {with_what}:", ""] if with_what else []), *_table(rows)]
+        told = [*_missed(rows), *_whole_calls(rows), *_beside_plain(rows, by_weights.get("", []))]
+        lines += ["", *told] if told else []
+        if chart and not with_what:
+            lines += ["", f"![Milliseconds a call and seconds to build of each mode]({chart})"]
+    return "\n".join(lines)
+
+
+def details(rows: list[Row]) -> str:
+    """What the next size, prompt length and LoRA cost, and by kind of kernel, where the time of a call goes."""
+    later, loras, spent = [], [], []
+    for with_what, found in _by_weights(rows).items():
+        eager = {_place(row): row for row in found if row["mode"] == "eager"}
+        for row in found:
+            name = [f"{NAMES[row['family']]}{with_what and f', {with_what}'}", f"`{row['mode']}`"]
+            if row.get("size_s") is not None:
+                before = eager.get(_place(row), row)
+                gain = "" if row is before else f"**{before['size_ms'] / row['size_ms']:.2f}x**"
+                size = [row["size_shape"].replace("x", "×"), _cell(row["size_s"]), _cell(row["size_ms"]), gain]
+                later.append([*name, *size, _cell(row.get("prompt_s")), _cell(row.get("prompt_ms"))])
+            if row.get("lora_s") is not None and row["mode"] != "eager":
+                loras.append([*name, _cell(row["lora_s"]), _cell(row["lora_ms"])])
+            if row.get("idle_ms") is not None:
+                spent.append([*name, _cell(row["ms"]), *(_cell(row[f"{key}_ms"]) for key in _SPENT)])
+    lines = ["A second size and prompt length: seconds lost when it first comes, and ms of a call from then on.", ""]
+    lines += _lines(["model", "mode", "second size", "s", "ms", "", "second prompt s", "ms"], later)
+    lines += ["", "Another LoRA, likewise:", "", *_lines(["model", "mode", "s", "ms"], loras)]
+    lines += ["", "Where the time goes, ms of one call by kind of kernel:", ""]
+    return "\n".join([*lines, *_lines(["model", "mode", "a call", *_SPENT.values()], spent)])
+
+
+def _lines(head: list[str], rows: list[list[str]]) -> list[str]:
+    texts = sum(name in ("model", "mode", "second size") for name in head)
+    under = "---|" * texts + "--:|" * (len(head) - texts)
+    return [f"| {' | '.join(head)} |", f"|{under}", *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
+def _by_weights(rows: list[Row]) -> dict[str, list[Row]]:
+    """By what is done to the weights, plain ones first, models in the order of `NAMES`."""
+    made: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: list(NAMES).index(row["family"])):
+        loras, quantized = row.get("loras") or 0, row.get("quantized")
+        with_what = [f"{loras} unfused LoRA{'s' * (loras > 1)}"] * bool(loras) + [f"torchao {quantized}"] * bool(quantized)
+        made.setdefault(" and ".join(with_what), []).append(row)
+    return dict(sorted(made.items()))
+
+
+def _table(rows: list[Row]) -> list[str]:
+    modes = [mode for mode in (*MODES, *MORE_MODES) if any(row["mode"] == mode for row in rows)]
+    lines = [f"| model | shape | {' | '.join(f'`{mode}`' for mode in modes)} | floor |", f"|---|---|{'--:|' * len(modes)}--:|"]
+    for place in dict.fromkeys(map(_place, rows)):
+        own = {row["mode"]: row for row in rows if _place(row) == place}
+        fastest = min((_cell(row["ms"]) for row in own.values() if row["ms"]), key=float, default=None)
+        cells = [_peer(own.get(mode), fastest) for mode in modes] + [_cell(next(iter(own.values()))["floor_ms"]) or "–"]
+        lines.append(f"| {NAMES[place[0]]} | {place[1].replace('x', '×')} | {' | '.join(cells)} |")
+    return lines
+
+
+def _peer(row: Row | None, fastest: str | None) -> str:
+    if row is None:
+        return "–"
+    if not row["ms"]:
+        return "failed"
+    ms = f"**{_cell(row['ms'])}**" if _cell(row["ms"]) == fastest else _cell(row["ms"])
+    return ms if row["mode"] == "eager" else f"{ms} ({_cell(row['build_s'])})"
+
+
+def _missed(rows: list[Row]) -> list[str]:
+    """Where less was gained than was to be, a mode of torch.compile is faster, or one of ours is not what it is called."""
+    lines = []
+    for row in rows:
+        name, aim = f"- {NAMES[row['family']]}, `{row['mode']}`:", AIMS.get(aim_of(row))
+        if row["note"]:
+            lines.append(f"{name} {row['note']}.")
+        if aim and row["ratio"] and row["ratio"] < aim:
+            eager_ms = row["ratio"] * row["ms"]
+            lines.append(
+                f"{name} {row['ratio']:.2f}x on this host, whose eager call took {eager_ms:.1f} ms; {aim:g}x was the aim."
+            )
+        if row["mode"] == "breakable+compile" and row["ms"]:
+            compiled = [r for r in rows if _place(r) == _place(row) and r["mode"].startswith("torch.compile") and r["ms"]]
+            best = min(compiled, key=lambda r: r["ms"], default=row)
+            if best["ms"] < row["ms"]:
+                parts = [f"{name} {_cell(row[f'{key}_ms'])}" for key, name in _SPENT.items() if row.get(f"{key}_ms") is not None]
+                told = ", ".join([f"of {_cell(row['ms'])} ms", *parts])
+                lines.append(f"{name} {row['ms'] / best['ms'] - 1:.0%} behind `{best['mode']}`; {told}.")
+    return lines
+
+
+def _whole_calls(rows: list[Row]) -> list[str]:
+    """Whole pipeline calls, where they were timed too."""
+    eager = {_place(r): r["pipeline_s"] for r in rows if r["mode"] == "eager" and r.get("pipeline_s")}
+    lines = []
+    for place, s in eager.items():
+        found = [r for r in rows if _place(r) == place and r.get("pipeline_s") and r["mode"] != "eager"]
+        told = [f"`{r['mode']}` {r['pipeline_s']:.2f} s (**{s / r['pipeline_s']:.2f}x**)" for r in found]
+        steps = f", {found[0]['pipeline_steps']} steps" if found and found[0].get("pipeline_steps") else ""
+        where = f"{NAMES[place[0]]} {place[1].replace('x', '×')}{steps}"
+        lines.append(f"- The whole pipeline, one call, {where}: eager {s:.2f} s, {', '.join(told)}.")
+    return lines
+
+
+def _beside_plain(rows: list[Row], plain: list[Row]) -> list[str]:
+    """Whether quantised weights save time, or memory alone."""
+    bf16 = {_place(r): r["ms"] for r in plain if r["mode"] == "breakable"}
+    told = [
+        f"{NAMES[r['family']]} {_cell(r['ms'])} ms, {_cell(bf16[_place(r)])} in bf16"
+        for r in rows
+        if r.get("quantized") and r["mode"] == "breakable" and r["ms"] and _place(r) in bf16
+    ]
+    return [f"- Recorded and not compiled, beside plain weights: {'; '.join(told)}."] if told else []
+
+
+def _place(row: Row) -> tuple[str, str]:
+    return row["family"], row["shape"]
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
