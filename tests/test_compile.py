@@ -179,6 +179,44 @@ def test_a_second_size_is_compiled_for_any_prompt_length_too(family):
     assert first >= second > 0 and not any(others) and len(others) == 4
 
 
+def test_a_block_whose_python_wants_plain_numbers_is_compiled_for_what_changes():
+    class Named(Block):
+        def forward(self, x):
+            return super().forward(x) * {"16": 1.0}[str(x.shape[-1])]
+
+    net = accelerated(Net(Named(), Named()))
+    for rows in (5, 7, 9):
+        assert steps(net, x_of(rows))[1][-1], "compiled"
+    assert [row.compiles for row in rows_of(net)] == [1, 1, 0]
+
+
+def test_what_else_a_forward_compiles_is_compiled_as_its_owner_wants_it():
+    seen = []
+
+    def backend(graph, given):
+        seen.append([x for x in given if isinstance(x, torch.SymInt)])
+        return graph.forward
+
+    class End(torch.nn.Module):
+        def forward(self, x):
+            return x.tanh()
+
+    class Ends(Net):
+        def __init__(self):
+            super().__init__()
+            self.end = End()
+            self.end.compile(backend=backend)
+
+        def forward(self, x):
+            return self.end(super().forward(x))
+
+    net = accelerated(Ends(), prompt_buckets=None)
+    for rows in (5, 7):
+        steps(net, x_of(rows))
+    assert [row.compiles for row in rows_of(net)] == [1, 1]
+    assert {len(sizes) for sizes in seen} == {0, 1}, "of its sizes, the rows have changed"
+
+
 def test_each_size_is_compiled_for_itself_where_that_is_asked_for():
     net = diffgraph.accelerate_module(Net().eval(), compile_blocks={"backend": off, "dynamic": False}, poison=True)
     for rows in (5, 7, 9):
@@ -233,11 +271,11 @@ def test_a_compiler_that_always_fails_is_not_asked_for_ever():
     net = accelerated(Net(), fails)
     for rows in range(5, 12):
         assert steps(net, x_of(rows))[0][-1] == "replay"
-    assert len(asked) == 4
+    assert len(asked) == 5, "four times, once of them in another way"
     assert all("no C++ here" in row.uncompiled for row in rows_of(net))
     diffgraph.capture(net)
     steps(net, x_of())
-    assert len(asked) == 5
+    assert len(asked) == 6
 
 
 def _attributes(net):

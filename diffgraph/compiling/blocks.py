@@ -24,6 +24,13 @@ logger = logging.getLogger("diffgraph")
 
 #: What was compiled so many times Dynamo runs eagerly, by default 8. One block may see many sizes and LoRAs.
 _RECOMPILES = 512
+_LIMITS = {"recompile_limit": _RECOMPILES, "accumulated_recompile_limit": 8 * _RECOMPILES}
+#: Whatever would have a block run as it is, in part or whole, raises.
+_STRICT = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "specialize_float": True}
+#: The sizes that code is compiled for: the very ones, any, or any where they have changed since, which is Dynamo's own way.
+_OWN = {"assume_static_by_default": True, "automatic_dynamic_shapes": False}
+_ANY = {"assume_static_by_default": False, "automatic_dynamic_shapes": True}
+_CHANGED = {"assume_static_by_default": True, "automatic_dynamic_shapes": True}
 _TRIES = 4
 
 
@@ -54,6 +61,7 @@ class BlockCompiler:
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._backend = Backend(given)
         self._first: Signature | None = None
+        self._sizes, self._later = _OWN, _ANY
         self._told: set[str] = set()
         self._failures: list[str] = []  # in a row
 
@@ -61,23 +69,24 @@ class BlockCompiler:
         """Run `forward`, made inside `placed`: what is not compiled yet for its sizes is, and kernels load and are chosen.
 
         The first signature is compiled for its very sizes, though blocks may differ in theirs; all others share what the second
-        is compiled for, any size, unless the options say otherwise. Any, because Dynamo's own way, to open only those that have
-        changed, would compile again for the next to change: after a second picture size, for a second prompt length.
+        is compiled for, any size, unless the options say otherwise. Any, because Dynamo's own way would compile again for the
+        next size to change: after a second picture size, for a second prompt length. Blocks whose Python wants plain numbers,
+        `str(x.shape[-1])` say, are compiled in that way.
         Raises whatever the compiler does, and `CaptureError` where it leaves a block uncompiled, or there is none.
         """
-        import torch._dynamo as dynamo
-        from torch.fx.experimental import _config as symbolic
-
         if len(self._failures) >= _TRIES:  # it takes its time to fail
             raise CaptureError(self._failures[-1])
         self._first = self._first or signature
-        is_first = signature == self._first
+        self._sizes = _OWN if signature == self._first else self._later
         start, compiles, entered = perf_counter(), Tally.compiles, Tally.entered
-        with (
-            dynamo.config.patch(assume_static_by_default=is_first, automatic_dynamic_shapes=not is_first),
-            # Or what is equal by chance, 3,072 rows of 3,072 channels, would have to be so ever after.
-            symbolic.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        ):
+        try:
+            forward()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if self._sizes is not _ANY:
+                raise
+            self._sizes = self._later = _CHANGED
             forward()
         if Tally.entered == entered:
             blocks = repeated_blocks(module)
@@ -106,18 +115,12 @@ class BlockCompiler:
 
         Not for two threads at a time.
         """
-        import torch._dynamo as dynamo
-
         blocks = {id(block): self._stand_in(block) for block in repeated_blocks(module) if _is_plain(block)}
-        limits = {"recompile_limit": _RECOMPILES, "accumulated_recompile_limit": 8 * _RECOMPILES}
-        # Whatever would have a block run as it is, in part or whole, raises.
-        strict = {"fail_on_recompile_limit_hit": True, "suppress_errors": False, "specialize_float": True}
         # `Module.__call__` asks this before its own way; a module that was compiled by its owner has one of its own.
         was = torch.nn.Module._compiled_call_impl
         torch.nn.Module._compiled_call_impl = _OfThread(blocks)  # type: ignore[assignment]
         try:
-            with dynamo.config.patch({**limits, **strict}):
-                yield
+            yield
         finally:
             torch.nn.Module._compiled_call_impl = was
 
@@ -135,7 +138,7 @@ class BlockCompiler:
             versions = [copy._version for copy in copies]
             args = tuple(uniform.get(id(arg), arg) for arg in args)
             kwargs = {name: uniform.get(id(arg), arg) for name, arg in kwargs.items()}
-            with out_of_modes():
+            with out_of_modes(), self._configured():
                 result = compiled(*args, **kwargs)
             if versions != [copy._version for copy in copies]:
                 raise CaptureError(f"a {type(block).__name__} writes to its input, of which it was given a copy")
@@ -144,6 +147,19 @@ class BlockCompiler:
             return result
 
         return call
+
+    @contextmanager
+    def _configured(self) -> Iterator[None]:
+        """Inside, Dynamo compiles as we want it; around blocks alone, for what else a forward compiles is the user's."""
+        import torch._dynamo as dynamo
+        from torch.fx.experimental import _config as symbolic
+
+        with (
+            dynamo.config.patch({**_LIMITS, **_STRICT, **self._sizes}),
+            # Or what is equal by chance, 3,072 rows of 3,072 channels, would have to be so ever after.
+            symbolic.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
+            yield
 
 
 class _OfThread:
