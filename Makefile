@@ -29,7 +29,8 @@ $(READY): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "diffgraph needs Python 3.10 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing torch, diffusers and the rest: about two minutes"
-	@$(PY) -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[dev]"
+	@# Python compiles what is imported when it is; all of it would take a minute more.
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINTS) -e ".[dev]"
 	@touch $@
 
 run: $(READY)
@@ -46,7 +47,8 @@ docs: $(READY)
 
 # One torch thread a worker: two workers with a pool each would fight for the two cores.
 # Without Chromium, the tests of the demo's page fail in CI; elsewhere they are left out, and it is said.
-test: lint types browser
+test:
+	@$(MAKE) -j3 lint types browser
 	@marks="not gpu and not slow"; $(CHROMIUM) || [ -n "$$CI" ] || { marks="not gpu and not slow and not browser"; \
 		echo "NOT RUN: tests/test_demo_browser.py, which needs chromium and chromium-driver"; }; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "$$marks" $(ARGS)
@@ -64,7 +66,7 @@ screenshots: $(READY) browser
 	PYTHONPATH=.:tests $(PY) tests/screenshots.py
 
 # Quantised weights, variants of pipelines, the compiler itself, replicas under load: more CPU than ten minutes of CI have room for.
-test-slow: $(READY)
+test-slow: $(READY) browser
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "slow and not gpu" $(ARGS)
 
 test-gpu: $(READY)

@@ -105,6 +105,7 @@ def test_a_table_aligns_text_left_and_numbers_right():
     assert lines == ["name    ms   ok", "x     1.25  yes", "long   100"]
 
 
+@pytest.mark.slow
 def test_a_training_step_is_measured_in_every_mode(tmp_path):
     rows = run(finetuning, tmp_path / "cpu.json", "--families", "sd3", "--shapes", "16x16", "--repeats", "2", "--curve", "6")
     assert [row["mode"] for row in rows] == [*finetuning.MODES, *finetuning.MODES]

@@ -165,7 +165,7 @@ def test_new_sizes_compile_once_more_and_no_further():
     assert [row.compiles for row in rows_of(net)] == [0, 0]
 
 
-@pytest.mark.parametrize("family", ["flux", "pixart", "wan"])
+@pytest.mark.parametrize("family", ["pixart", "wan", pytest.param("flux", marks=pytest.mark.slow)])
 def test_a_second_size_is_compiled_for_any_prompt_length_too(family):
     """Also the sizes that had not changed when it came."""
     pipe = pipelines.build(family)

@@ -100,6 +100,7 @@ def test_bad_input_is_answered_in_a_sentence(visitor, case):
     assert "Traceback" not in visitor.driver.page_source and text.rstrip().endswith(".")
 
 
+@pytest.mark.slow
 def test_two_visitors_at_once_each_get_their_own_picture(served, drivers):
     one, other = (Visitor(driver, served[0]) for driver in drivers)
     one.write("seed", "1")

@@ -43,6 +43,7 @@ def test_it_draws_the_colour_that_it_is_asked_for_on_white(pipe, prompt):
     assert corners.min() > 0.9
 
 
+@pytest.mark.slow
 def test_prompts_of_any_length_share_recordings_and_no_pixel_changes(pipe):
     prompts = ("red heart", "cat face", "a slice of pizza", "please draw a soccer ball, flat design")
     wanted = [picture(pipe, prompt) for prompt in prompts]

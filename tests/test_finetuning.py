@@ -39,6 +39,7 @@ from pipelines import finetune
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 def test_fifty_steps_of_a_lora_are_those_of_eager(sd3):  # noqa: F811
     """Accumulated and clipped, with a schedule, batches of two shapes, pictures drawn in between, and a checkpoint taken back."""
     pipe, batches = sd3

@@ -744,6 +744,7 @@ def test_inference_mode_gives_the_bits_of_eager_from_the_capture_on():
     assert diffgraph.report(m).replays == 2
 
 
+@pytest.mark.slow
 def test_captures_that_never_pay_become_rare():
     m = accelerated(Toy(), verify=False)
     for n in range(1, 61):  # each batch size comes three times

@@ -321,6 +321,7 @@ def test_with_a_picture_in_the_prompt_start_up_records_what_can_come():
     assert [p.prompt.lengths[0] for p in chosen.every((), qwen_call(1400))] == [2048, 16]
 
 
+@pytest.mark.slow
 def test_more_shapes_than_max_graphs_are_all_kept_when_asked_for():
     pipe = pipelines.build("qwen_image")
     diffgraph.accelerate_pipeline(pipe, capture_shapes=["64x64", "64x96", "96x64"])

@@ -70,6 +70,7 @@ def test_blind_guards_are_found_out(monkeypatch, capsys):
     assert "again: python -m benchmarks.soak --seed 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_error_that_escapes_is_found_out(monkeypatch):
     def careless(*_):
         raise RuntimeError("not caught")
@@ -79,6 +80,7 @@ def test_an_error_that_escapes_is_found_out(monkeypatch):
     assert run.tally.escapes > 0 and not run.ok
 
 
+@pytest.mark.slow
 def test_what_is_never_given_back_is_found_out(monkeypatch):
     kept = []
     monkeypatch.setattr(diffgraph.routing.runner.Runner, "release", lambda self: kept.extend(self.table.entries.values()))
@@ -88,6 +90,7 @@ def test_what_is_never_given_back_is_found_out(monkeypatch):
         entry.evict()
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_not_kept_is_found_out(monkeypatch):
     monkeypatch.setattr("diffgraph.routing.memory.Memory.admit", lambda *_: True)
     run = soak.Soak(families=("pixart",), acts=only("many_shapes")).run(steps=4)

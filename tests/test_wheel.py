@@ -61,6 +61,7 @@ def test_it_imports_fast_and_brings_nothing_heavy(clean):
     assert float(seconds) < SECONDS and not heavy
 
 
+@pytest.mark.slow
 def test_its_command_runs_without_the_repository(clean):
     assert "doctor" in run(clean, "diffgraph", "--help").stdout
     assert run(clean, "diffgraph", "shapes", "write", "s.json", "512x512").returncode == 0
