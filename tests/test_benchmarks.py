@@ -20,6 +20,7 @@ def read(out):
     return json.loads(out.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_denoiser_call_is_measured_in_every_mode(tmp_path, capsys):
     rows = run(denoiser, tmp_path / "new" / "cpu.json", "--families", "qwen_image,pixart", "--repeats", "3")
     assert [(row["family"], row["mode"]) for row in rows] == [
@@ -37,6 +38,7 @@ def test_a_denoiser_call_is_measured_in_every_mode(tmp_path, capsys):
     assert "qwen_image" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rows_of_an_earlier_run_stay_or_are_replaced(tmp_path):
     out = tmp_path / "cpu.json"
     run(denoiser, out, "--families", "pixart", "--repeats", "1", "--modes", "eager,breakable")

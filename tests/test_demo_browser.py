@@ -114,6 +114,7 @@ def test_two_visitors_at_once_each_get_their_own_picture(served, drivers):
     assert one.complaints() == other.complaints() == []
 
 
+@pytest.mark.slow
 def test_the_page_fits_a_phone(served, drivers):
     phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
     drivers[1].execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)

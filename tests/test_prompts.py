@@ -156,6 +156,7 @@ def test_any_prompts_in_any_order(lengths, name):
     check(build(), [call(n, seed=n) for n in lengths])
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 70)), min_size=3, max_size=6))
 def test_prompts_of_unequal_length_in_a_batch(pairs):

@@ -21,8 +21,12 @@ def written():
     return {line.split("|")[1].strip().replace("<br>", ", "): line for line in lines}
 
 
+#: Every other class in CI, all in `make test-slow`: together they take a slow machine two minutes.
+SPREAD = [pytest.param(label, marks=pytest.mark.slow if i % 2 else ()) for i, label in enumerate(CASES)]
+
+
 @pytest.mark.filterwarnings("ignore::diffgraph.errors.CaptureWarning")
-@pytest.mark.parametrize("label", CASES)
+@pytest.mark.parametrize("label", SPREAD)
 def test_the_bits_are_eagers_and_the_row_is_what_was_found(label):
     case = CASES[label]
     assert table.row(case, check(case)) == written().get(label), "run `make support`, and read what it changed"
