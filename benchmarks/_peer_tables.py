@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks._names import MODES, MORE_MODES, NAMES
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from benchmarks._results import Row
 
 #: What is to be gained over eager at the least: by family, shape, LoRAs, quantisation and mode.
 AIMS = {

@@ -959,7 +959,7 @@ CHANGES += [use_gradients_of_ones_own]
 STEPS = st.tuples(st.sampled_from([4, 6]), st.booleans())
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(st.lists(st.one_of(STEPS, STEPS, STEPS, st.sampled_from(CHANGES)), max_size=30))
 def test_whatever_comes_between_steps_they_are_eagers(acts):
     twins = Twins()

@@ -24,12 +24,12 @@ def only(*names):
 
 @pytest.fixture(scope="module")
 def short():
-    """One seed; `make test-slow` runs another."""
-    return [soak.Soak(0, families=FEW, epoch=15, acts=SHORT).run(steps=30)]
+    """Two seeds, one after the other."""
+    return [soak.Soak(seed, families=FEW, epoch=15, acts=SHORT).run(steps=30) for seed in (0, 1)]
 
 
 def test_no_call_of_a_short_soak_differs_from_eager_and_no_error_escapes(short):
-    assert [run.tally.failures for run in short] == [[]]
+    assert [run.tally.failures for run in short] == [[], []]
     assert sum(run.tally.not_finite + run.tally.raised for run in short) == 0
 
 
@@ -43,20 +43,13 @@ def test_nothing_of_ours_is_left_after_it_and_no_tensor_more(short):
 def test_it_went_all_the_ways_that_a_call_can_go(short):
     tallies = [run.tally for run in short]
     acts, struck, reasons = (sum((getattr(t, n) for t in tallies), Counter()) for n in ("acts", "faults", "reasons"))
-    assert sum(t.calls for t in tallies) > 150
+    assert sum(t.calls for t in tallies) > 300
     for count in ("replays", "captures", "eager", "evictions"):
-        assert sum(getattr(t, count) for t in tallies) >= 5, count
+        assert sum(getattr(t, count) for t in tallies) >= 10, count
     assert {name.split()[1] for name in struck} == {faults.CAPTURE, faults.REPLAY, faults.EAGER}
     assert {name.split()[0] for name in struck} >= {"OutOfMemoryError"}
-    assert len(acts) >= 15
+    assert len(acts) > 15
     assert reasons.keys() >= {"unseen_signature", "out_of_memory", "capture_failed"}
-
-
-@pytest.mark.slow
-def test_another_seed():
-    run = soak.Soak(1, families=FEW, epoch=15, acts=SHORT).run(steps=30)
-    assert run.tally.failures == [] and run.tally.not_finite + run.tally.raised == 0
-    assert not any(left.ours for left in run.left)
 
 
 @pytest.mark.slow
@@ -70,7 +63,6 @@ def test_a_step_depends_on_the_seed_and_on_those_since_the_last_drop():
     assert counts(steps=4) == counts(steps=2) + counts(start=2, steps=4)
 
 
-@pytest.mark.slow
 def test_blind_guards_are_found_out(monkeypatch, capsys):
     monkeypatch.setattr(Fingerprint, "change", lambda _: None)
     run = soak.Soak(2, families=("pixart",), acts=only("many_shapes", "weight_replaced", "processors_set")).run(steps=12)

@@ -21,7 +21,7 @@ def written():
     return {line.split("|")[1].strip().replace("<br>", ", "): line for line in lines}
 
 
-#: Every other class in CI, all in `make test-slow`: together they take a slow machine two minutes.
+#: Every other class in CI, the rest in `make test-slow`; on a GPU all of them.
 SPREAD = [pytest.param(label, marks=pytest.mark.slow if i % 2 else ()) for i, label in enumerate(CASES)]
 
 
