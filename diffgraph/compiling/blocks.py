@@ -132,12 +132,12 @@ class BlockCompiler:
             if recorder is not None and recorder.in_break:  # which runs at replay as it is
                 return block._call_impl(*args, **kwargs)
             entered = Tally.entered
-            given = {id(arg): arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)}
+            given = {id(tensor): tensor for tensor in _tensors((args, *kwargs.values()))}
             uniform = {key: _uniform(tensor) for key, tensor in given.items()}
             copies = [uniform[key] for key, tensor in given.items() if storage_of(uniform[key]) != storage_of(tensor)]
             versions = [copy._version for copy in copies]
-            args = tuple(uniform.get(id(arg), arg) for arg in args)
-            kwargs = {name: uniform.get(id(arg), arg) for name, arg in kwargs.items()}
+            args = _replaced(args, uniform)
+            kwargs = {name: _replaced(arg, uniform) for name, arg in kwargs.items()}
             with out_of_modes(), self._configured():
                 result = compiled(*args, **kwargs)
             if versions != [copy._version for copy in copies]:
@@ -197,12 +197,26 @@ _GLOBAL_HOOKS = (
 
 def _uniform(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, if it is dense, with the strides that are usual then, and no view that Dynamo would look behind. The first
-    block's input often is a transposed view, the others' are not; code that is compiled for both is slower than the copy."""
+    block's input often is a transposed view, the others' are not; code that is compiled for both is slower than the copy.
+    And of what a view is a part of, Wan's rotary table of one frame, the sizes would be compiled for, too."""
     if not has_plain_memory(tensor):
         return tensor
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     is_dense = tensor.permute(by_stride).is_contiguous()
     return (tensor.contiguous().flatten().view(tensor.shape) if is_dense else tensor).detach()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those among a block's arguments, and in their tuples; in what a block may write to, lists say, it finds its own."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) is tuple:
+        for item in value:
+            yield from _tensors(item)
+
+
+def _replaced(value: Any, by: Mapping[int, torch.Tensor]) -> Any:
+    return tuple(_replaced(item, by) for item in value) if type(value) is tuple else by.get(id(value), value)
 
 
 @contextmanager
