@@ -1,4 +1,4 @@
-"""What families and modes are called, in tables and on the command line."""
+"""What families, modes and notes are called, in tables and on the command line."""
 
 NAMES = {
     "qwen_image": "Qwen-Image 20.4B",
@@ -21,3 +21,4 @@ MODES = (
     "breakable+compile",
 )
 MORE_MODES = ("full+compile", "breakable+compile:static", "breakable+compile:max-autotune-no-cudagraphs")
+NOT_READY = "not ready after "  # begins the note of a mode that took too long

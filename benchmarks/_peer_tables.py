@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from benchmarks._names import MODES, MORE_MODES, NAMES
+from benchmarks._names import MODES, MORE_MODES, NAMES, NOT_READY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from benchmarks._results import Row
 
 #: What is to be gained over eager at the least: by family, shape, LoRAs, quantisation and mode.
@@ -21,6 +23,8 @@ AIMS = {
     ("flux", "512x512", 0, "fp8", "breakable"): 3.0,
     ("z_image", "512x512", 0, "fp8", "breakable"): 3.0,
 }
+#: A relative difference to eager that no rounding makes.
+WRONG = 0.25
 _SPENT = {"matrix": "matrix products", "attention": "attention", "other": "other kernels", "idle": "GPU idle"}
 
 
@@ -29,15 +33,30 @@ def aim_of(row: Row) -> tuple[Any, ...]:
     return row["family"], row["shape"], row.get("loras") or 0, row.get("quantized"), row["mode"]
 
 
+def fastest(rows: list[Row], kind: Callable[[str], bool]) -> Row | None:
+    """Of the modes of that kind, among those whose results are eager's but for rounding."""
+    return min((r for r in rows if kind(r["mode"]) and r["ms"] and not _is_wrong(r)), key=lambda r: r["ms"], default=None)
+
+
+def is_peer(mode: str) -> bool:
+    """Whether it is one of torch.compile's."""
+    return mode.startswith("torch.compile")
+
+
+def is_compiled(mode: str) -> bool:
+    """Whether it is `compile_blocks`."""
+    return "+compile" in mode
+
+
 def tables(data: dict[str, Any], chart: str | None) -> str:
     """A table for plain weights, with LoRAs and for each quantisation; below each, where it falls short."""
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {data['versions']['torch']}, published sizes with random weights: ms "
-        "of one denoiser call, in brackets seconds to build it (–: not measured; bold: the fastest of those measured). `full` is "
-        '`backend="full"`, `+compile` `compile_blocks=True`, `torch.compile:regional` diffusers\' `compile_repeated_blocks()`. '
-        "Hosts are other ones than in the table above, some faster, some slower: compare within a row. Floor: FLOPs at the rate "
-        "of one large matrix product, or the weights read once. `python -m benchmarks.peers` measures it; what a second size, "
-        "prompt length or LoRA costs, and where the time goes: [results](docs/results.md).",
+        "of one denoiser call, in brackets seconds to build it (–: not measured; bold: the fastest; ≠: its results are not "
+        "eager's). `full` is `backend=\"full\"`, `+compile` `compile_blocks=True`, `torch.compile:regional` diffusers' "
+        "`compile_repeated_blocks()`. Hosts are other ones than in the table above, some faster, some slower: compare within a "
+        "row. Floor: FLOPs at the rate of one large matrix product, or the weights read once. `python -m benchmarks.peers` "
+        "measures it; what a second size, prompt length or LoRA costs, and where the time goes: [results](docs/results.md).",
     ]
     by_weights = _by_weights(data["rows"])
     for with_what, rows in by_weights.items():
@@ -93,41 +112,62 @@ def _table(rows: list[Row]) -> list[str]:
     lines = [f"| model | shape | {' | '.join(f'`{mode}`' for mode in modes)} | floor |", f"|---|---|{'--:|' * len(modes)}--:|"]
     for place in dict.fromkeys(map(_place, rows)):
         own = {row["mode"]: row for row in rows if _place(row) == place}
-        fastest = min((_cell(row["ms"]) for row in own.values() if row["ms"]), key=float, default=None)
-        cells = [_peer(own.get(mode), fastest) for mode in modes] + [_cell(next(iter(own.values()))["floor_ms"]) or "–"]
+        best = fastest([*own.values()], lambda _: True)
+        cells = [_peer(own.get(mode), best) for mode in modes] + [_cell(next(iter(own.values()))["floor_ms"])]
         lines.append(f"| {NAMES[place[0]]} | {place[1].replace('x', '×')} | {' | '.join(cells)} |")
     return lines
 
 
-def _peer(row: Row | None, fastest: str | None) -> str:
+def _peer(row: Row | None, best: Row | None) -> str:
     if row is None:
         return "–"
     if not row["ms"]:
-        return "failed"
-    ms = f"**{_cell(row['ms'])}**" if _cell(row["ms"]) == fastest else _cell(row["ms"])
-    return ms if row["mode"] == "eager" else f"{ms} ({_cell(row['build_s'])})"
+        note = row["note"] or ""
+        return f"> {note.removeprefix(NOT_READY)} to build" if note.startswith(NOT_READY) else "failed"
+    ms = f"**{_cell(row['ms'])}**" if best and _cell(row["ms"]) == _cell(best["ms"]) and not _is_wrong(row) else _cell(row["ms"])
+    return ms if row["mode"] == "eager" else f"{ms} ({_cell(row['build_s'])}){' ≠' * _is_wrong(row)}"
+
+
+def _is_wrong(row: Row) -> bool:
+    return (row.get("relative_diff") or 0.0) > WRONG
 
 
 def _missed(rows: list[Row]) -> list[str]:
-    """Where less was gained than was to be, a mode of torch.compile is faster, or one of ours is not what it is called."""
+    """Where less was gained than was to be, torch.compile is faster, or wrong, or a mode of ours is not what it is called."""
     lines = []
     for row in rows:
         name, aim = f"- {NAMES[row['family']]}, `{row['mode']}`:", AIMS.get(aim_of(row))
-        if row["note"]:
+        if row["note"] and not row["note"].startswith(NOT_READY):
             lines.append(f"{name} {row['note']}.")
+        if _is_wrong(row):
+            lines.append(f"{name} its results are not eager's: relative difference {row['relative_diff']:.2f}.")
         if aim and row["ratio"] and row["ratio"] < aim:
             eager_ms = row["ratio"] * row["ms"]
             lines.append(
                 f"{name} {row['ratio']:.2f}x on this host, whose eager call took {eager_ms:.1f} ms; {aim:g}x was the aim."
             )
         if row["mode"] == "breakable+compile" and row["ms"]:
-            compiled = [r for r in rows if _place(r) == _place(row) and r["mode"].startswith("torch.compile") and r["ms"]]
-            best = min(compiled, key=lambda r: r["ms"], default=row)
-            if best["ms"] < row["ms"]:
-                parts = [f"{name} {_cell(row[f'{key}_ms'])}" for key, name in _SPENT.items() if row.get(f"{key}_ms") is not None]
-                told = ", ".join([f"of {_cell(row['ms'])} ms", *parts])
-                lines.append(f"{name} {row['ms'] / best['ms'] - 1:.0%} behind `{best['mode']}`; {told}.")
+            lines += _beside_the_fastest(row, [r for r in rows if _place(r) == _place(row)])
     return lines
+
+
+def _beside_the_fastest(row: Row, place: list[Row]) -> list[str]:
+    """Where the fastest mode of torch.compile takes less than `row`: by how much, where the time goes, and the other way."""
+    best, other = fastest(place, is_peer), fastest(place, lambda mode: mode == "full+compile")
+    if best is None or best["ms"] >= row["ms"]:
+        return []
+    spent = [f"{kind} {_cell(row[f'{key}_ms'])}" for key, kind in _SPENT.items() if row.get(f"{key}_ms") is not None]
+    told = ", ".join([f"{_cell(row['ms'])} ms", *spent])
+    line = f"- {NAMES[row['family']]}: `{best['mode']}` takes {_less(best, row)} `{row['mode']}` (of its {told})"
+    if other is not None and best["ms"] <= other["ms"]:
+        line += f", and {_less(best, other)} `{other['mode']}`"
+    elif other is not None:
+        line += f"; `{other['mode']}` {_less(other, best)} that"
+    return [f"{line}."]
+
+
+def _less(row: Row, than: Row) -> str:
+    return f"{1 - row['ms'] / than['ms']:.0%} less than"
 
 
 def _whole_calls(rows: list[Row]) -> list[str]:
@@ -145,13 +185,13 @@ def _whole_calls(rows: list[Row]) -> list[str]:
 
 def _beside_plain(rows: list[Row], plain: list[Row]) -> list[str]:
     """Whether quantised weights save time, or memory alone."""
-    bf16 = {_place(r): r["ms"] for r in plain if r["mode"] == "breakable"}
-    told = [
-        f"{NAMES[r['family']]} {_cell(r['ms'])} ms, {_cell(bf16[_place(r)])} in bf16"
-        for r in rows
-        if r.get("quantized") and r["mode"] == "breakable" and r["ms"] and _place(r) in bf16
-    ]
-    return [f"- Recorded and not compiled, beside plain weights: {'; '.join(told)}."] if told else []
+    bf16 = {(_place(r), r["mode"]): r["ms"] for r in plain}
+    told: dict[str, list[str]] = {}
+    for r in rows:
+        if r.get("quantized") and r["ms"] and r["mode"] != "eager" and bf16.get((_place(r), r["mode"])):
+            beside = f"{NAMES[r['family']]} {_cell(r['ms'])} ms, {_cell(bf16[_place(r), r['mode']])} in bf16"
+            told.setdefault(r["mode"], []).append(beside)
+    return [f"- `{mode}`, beside plain weights: {'; '.join(texts)}." for mode, texts in told.items()]
 
 
 def _place(row: Row) -> tuple[str, str]:

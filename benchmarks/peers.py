@@ -7,6 +7,7 @@ likewise the seconds that a second size, a second prompt length and a switch of 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from benchmarks import _cli
 from benchmarks._calls import DenoiserCall, difference, inputs, relative_difference
 from benchmarks._floor import floor
 from benchmarks._measure import MIB, call_ms, release, seconds
-from benchmarks._names import MODES, MORE_MODES
+from benchmarks._names import MODES, MORE_MODES, NOT_READY
 from benchmarks._results import Results, Row
 from benchmarks._spent import spent
 from benchmarks._weights import add_lora
@@ -75,7 +76,7 @@ def mode_of(module: Any, mode: str, compiler: str) -> Iterator[None]:
                 backend, _, compile_blocks = kind.partition("+")
                 given = {"backend": compiler} | ({"dynamic": False} if how == "static" else {"mode": how} if how else {})
                 options = {"backend": backend, "compile_blocks": given if compile_blocks else False}
-                diffgraph.accelerate_module(module, **options, verify=False, prompt_buckets=None)
+                diffgraph.accelerate_module(module, **options, prompt_buckets=None)
             yield
         finally:
             for part in compiled:
@@ -84,6 +85,22 @@ def mode_of(module: Any, mode: str, compiler: str) -> Iterator[None]:
                 diffgraph.restore_pipeline(module)
             torch._dynamo.reset()
             release()
+
+
+@contextmanager
+def at_most(limit_s: float | None) -> Iterator[None]:
+    """Inside, `TimeoutError` is raised after that time, and again each second, as compilers catch some errors."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"{NOT_READY}{limit_s:g} s")
+
+    was = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s or 0.0, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, was)
 
 
 class Case:
@@ -114,13 +131,15 @@ class Case:
         self.eager_ms: float | None = None
 
     def row(self, mode: str) -> Row:
-        row = {**self.about, "mode": mode, **self.floor, **dict.fromkeys(["ms", "ratio", "note"])}
+        row = {**self.about, "mode": mode, **self.floor, **dict.fromkeys(["build_s", "ms", "ratio", "note"])}
+        start, limit = monotonic(), self.options.mode_limit
         try:
-            with mode_of(self.module, mode, self.options.compiler):
+            with mode_of(self.module, mode, self.options.compiler), at_most(limit):
                 self._measure(row, self._stepping(mode))
         except Exception as error:  # of a peer: the others are measured still
             traceback.print_exc()
-            row["note"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            late = limit is not None and monotonic() - start >= limit
+            row["note"] = f"{NOT_READY}{limit:g} s" if late else f"{type(error).__name__}: {error}".partition("\n")[0]
         if mode == "eager":
             self.eager_ms = row["ms"]
         if self.eager_ms and row["ms"]:
@@ -250,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pipeline", type=int, default=0, metavar="STEPS", help="time a whole pipeline call, too")
     parser.add_argument("--profile", type=every_mode, default=MODES[-1:], help="modes whose time is told by kind of kernel")
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile, for all that compile")
+    parser.add_argument("--mode-limit", type=float, metavar="SECONDS", help="give a mode up that takes longer")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no mode after that time")
     options = parser.parse_args(argv)
     start_compiler(options)

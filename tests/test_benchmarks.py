@@ -1,11 +1,14 @@
 """The benchmarks on a CPU: every column is filled, results are bit-equal to eager, and the JSON adds up over runs."""
 
 import json
+import signal
+from contextlib import suppress
 
 import pytest
 import torch
 
 from benchmarks import _floor, _spent, _table, chart, denoiser, few_steps, finetuning, memory, peers, pipeline, prompts, readme
+from benchmarks._peer_tables import fastest, tables
 
 COLUMNS = {"what", "family", "shape", "mode", "ms", "submit_ms", "segments", "capture_s", "pool_mib", "max_abs_diff"}
 TINY = ["--size", "tiny", "--device", "cpu"]
@@ -159,6 +162,27 @@ def test_a_peer_that_fails_leaves_a_note_and_the_next_is_measured(tmp_path, monk
     rows = run(peers, tmp_path / "cpu.json", *options, "--modes", "torch.compile:regional,breakable")
     assert rows[0]["note"] == "RuntimeError: no blocks" and rows[0]["ms"] is None
     assert rows[1]["note"] is None and rows[1]["ms"] > 0
+
+
+def test_a_peer_that_takes_too_long_is_given_up_and_one_that_is_wrong_is_never_the_fastest(tmp_path, monkeypatch):
+    def slow():
+        while attempts:
+            attempts.pop()
+            with suppress(TimeoutError):  # as compilers do
+                signal.pause()
+        monkeypatch.undo()
+        raise RuntimeError("no attempt succeeded")
+
+    attempts = [1, 2]
+    monkeypatch.setattr(peers, "compiles", slow)
+    options = ["--families", "pixart", "--repeats", "1", "--later", "", "--mode-limit", "3"]
+    rows = run(peers, tmp_path / "cpu.json", *options, "--modes", "torch.compile:regional,eager,breakable")
+    assert [row["note"] for row in rows] == ["not ready after 3 s", None, None] and rows[0]["ms"] is None
+    rows[2] |= {"ms": rows[1]["ms"] / 2, "relative_diff": 0.6}
+    assert fastest(rows, lambda mode: True) is rows[1]
+    data = {"machine": "one CPU", "versions": {"torch": "2"}, "rows": rows}
+    table = tables(data, None)
+    assert "| > 3 s to build |" in table and ") ≠ |" in table and "relative difference 0.60" in table
 
 
 def test_the_table_of_several_gpus_compares_with_one_gpus_eager_call(tmp_path, monkeypatch):
