@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isclose
 from typing import TYPE_CHECKING, Any
 
 from benchmarks._names import MODES, MORE_MODES, NAMES, NOT_READY
@@ -23,8 +24,8 @@ AIMS = {
     ("flux", "512x512", 0, "fp8", "breakable"): 3.0,
     ("z_image", "512x512", 0, "fp8", "breakable"): 3.0,
 }
-#: A relative difference to eager that no rounding makes.
-WRONG = 0.25
+#: A relative difference to eager that makes another picture.
+FAR = 0.25
 _SPENT = {"matrix": "matrix products", "attention": "attention", "other": "other kernels", "idle": "GPU idle"}
 
 
@@ -34,8 +35,8 @@ def aim_of(row: Row) -> tuple[Any, ...]:
 
 
 def fastest(rows: list[Row], kind: Callable[[str], bool]) -> Row | None:
-    """Of the modes of that kind, among those whose results are eager's but for rounding."""
-    return min((r for r in rows if kind(r["mode"]) and r["ms"] and not _is_wrong(r)), key=lambda r: r["ms"], default=None)
+    """Of the modes of that kind that were measured."""
+    return min((r for r in rows if kind(r["mode"]) and r["ms"]), key=lambda r: r["ms"], default=None)
 
 
 def is_peer(mode: str) -> bool:
@@ -52,8 +53,8 @@ def tables(data: dict[str, Any], chart: str | None) -> str:
     """A table for plain weights, with LoRAs and for each quantisation; below each, where it falls short."""
     lines = [
         f"{data['machine'].replace('one', 'One')}, torch {data['versions']['torch']}, published sizes with random weights: ms "
-        "of one denoiser call, in brackets seconds to build it (–: not measured; bold: the fastest; ≠: its results are not "
-        "eager's). `full` is `backend=\"full\"`, `+compile` `compile_blocks=True`, `torch.compile:regional` diffusers' "
+        "of one denoiser call, in brackets seconds to build it (–: not measured; bold: the fastest; ≠: results far from eager's; "
+        '°: of another run). `full` is `backend="full"`, `+compile` `compile_blocks=True`, `torch.compile:regional` diffusers\' '
         "`compile_repeated_blocks()`. Hosts are other ones than in the table above, some faster, some slower: compare within a "
         "row. Floor: FLOPs at the rate of one large matrix product, or the weights read once. `python -m benchmarks.peers` "
         "measures it; what a second size, prompt length or LoRA costs, and where the time goes: [results](docs/results.md).",
@@ -113,34 +114,42 @@ def _table(rows: list[Row]) -> list[str]:
     for place in dict.fromkeys(map(_place, rows)):
         own = {row["mode"]: row for row in rows if _place(row) == place}
         best = fastest([*own.values()], lambda _: True)
-        cells = [_peer(own.get(mode), best) for mode in modes] + [_cell(next(iter(own.values()))["floor_ms"])]
+        cells = [_peer(own.get(mode), own.get("eager"), best) for mode in modes]
+        cells.append(_cell(next(iter(own.values()))["floor_ms"]) or "–")
         lines.append(f"| {NAMES[place[0]]} | {place[1].replace('x', '×')} | {' | '.join(cells)} |")
     return lines
 
 
-def _peer(row: Row | None, best: Row | None) -> str:
+def _peer(row: Row | None, eager: Row | None, best: Row | None) -> str:
     if row is None:
         return "–"
     if not row["ms"]:
         note = row["note"] or ""
         return f"> {note.removeprefix(NOT_READY)} to build" if note.startswith(NOT_READY) else "failed"
-    ms = f"**{_cell(row['ms'])}**" if best and _cell(row["ms"]) == _cell(best["ms"]) and not _is_wrong(row) else _cell(row["ms"])
-    return ms if row["mode"] == "eager" else f"{ms} ({_cell(row['build_s'])}){' ≠' * _is_wrong(row)}"
+    ms = f"**{_cell(row['ms'])}**" if best and _cell(row["ms"]) == _cell(best["ms"]) else _cell(row["ms"])
+    marks = " ≠" * _is_far(row) + " °" * (not _is_of_one_run(row, eager))
+    return f"{ms}{marks}" if row["mode"] == "eager" else f"{ms} ({_cell(row['build_s'])}){marks}"
 
 
-def _is_wrong(row: Row) -> bool:
-    return (row.get("relative_diff") or 0.0) > WRONG
+def _is_far(row: Row) -> bool:
+    return (row.get("relative_diff") or 0.0) > FAR
+
+
+def _is_of_one_run(row: Row, eager: Row | None) -> bool:
+    return eager is None or row["ratio"] is None or isclose(row["ratio"] * row["ms"], eager["ms"], rel_tol=1e-6)
 
 
 def _missed(rows: list[Row]) -> list[str]:
-    """Where less was gained than was to be, torch.compile is faster, or wrong, or a mode of ours is not what it is called."""
+    """Where a mode is not what it is called, its results are far from eager's, less was gained than was to be, or torch.compile
+    is faster."""
     lines = []
     for row in rows:
         name, aim = f"- {NAMES[row['family']]}, `{row['mode']}`:", AIMS.get(aim_of(row))
         if row["note"] and not row["note"].startswith(NOT_READY):
             lines.append(f"{name} {row['note']}.")
-        if _is_wrong(row):
-            lines.append(f"{name} its results are not eager's: relative difference {row['relative_diff']:.2f}.")
+        if _is_far(row):
+            apart = f"relative difference {row['relative_diff']:.2f}"
+            lines.append(f"{name} results far from eager's, {apart} ([why](docs/together.md#torchcompile)).")
         if aim and row["ratio"] and row["ratio"] < aim:
             eager_ms = row["ratio"] * row["ms"]
             lines.append(
@@ -167,7 +176,8 @@ def _beside_the_fastest(row: Row, place: list[Row]) -> list[str]:
 
 
 def _less(row: Row, than: Row) -> str:
-    return f"{1 - row['ms'] / than['ms']:.0%} less than"
+    less = f"{1 - row['ms'] / than['ms']:.0%}"
+    return "as much as" if less == "0%" else f"{less} less than"
 
 
 def _whole_calls(rows: list[Row]) -> list[str]:
@@ -177,8 +187,9 @@ def _whole_calls(rows: list[Row]) -> list[str]:
     for place, s in eager.items():
         found = [r for r in rows if _place(r) == place and r.get("pipeline_s") and r["mode"] != "eager"]
         told = [f"`{r['mode']}` {r['pipeline_s']:.2f} s (**{s / r['pipeline_s']:.2f}x**)" for r in found]
+        where_run = " (another run)" * bool(found and found[0].get("pipeline_of_another_run"))
         steps = f", {found[0]['pipeline_steps']} steps" if found and found[0].get("pipeline_steps") else ""
-        where = f"{NAMES[place[0]]} {place[1].replace('x', '×')}{steps}"
+        where = f"{NAMES[place[0]]} {place[1].replace('x', '×')}{steps}{where_run}"
         lines.append(f"- The whole pipeline, one call, {where}: eager {s:.2f} s, {', '.join(told)}.")
     return lines
 

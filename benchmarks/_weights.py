@@ -31,8 +31,8 @@ def add_lora(module: Any, name: str, rank: int = 16) -> None:
 def quantize(module: torch.nn.Module, kind: str) -> None:
     """torchao weights, on every linear layer of the blocks; fp8 with one scale a row.
 
-    torchao would otherwise have the compiler search the sizes of all the process's kernels (coordinate descent, all directions):
-    FLUX.1 and Z-Image in fp8 were not compiled after 100 s on an H200.
+    torchao would otherwise have torch.compile search the sizes of all the process's kernels (coordinate descent, all directions):
+    Z-Image in fp8 was not compiled after 100 s on an H200.
     """
     import torchao.quantization as ao
 

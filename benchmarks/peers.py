@@ -89,18 +89,26 @@ def mode_of(module: Any, mode: str, compiler: str) -> Iterator[None]:
 
 @contextmanager
 def at_most(limit_s: float | None) -> Iterator[None]:
-    """Inside, `TimeoutError` is raised after that time, and again each second, as compilers catch some errors."""
+    """Inside, `TimeoutError` is raised after that time, and again ever after as long, as compilers catch some errors."""
+    if limit_s is None:
+        yield
+        return
+    start, late = monotonic(), f"{NOT_READY}{limit_s:g} s"
 
-    def late(*_: Any) -> None:
-        raise TimeoutError(f"{NOT_READY}{limit_s:g} s")
+    def ring(*_: Any) -> None:
+        raise TimeoutError(late)
 
-    was = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, limit_s or 0.0, 1.0)
+    handler = signal.signal(signal.SIGALRM, ring)
+    timer = signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
     try:
         yield
+    except Exception as error:  # that they made of it
+        if monotonic() - start < limit_s:
+            raise
+        raise TimeoutError(late) from error
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, was)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 class Case:
@@ -132,14 +140,13 @@ class Case:
 
     def row(self, mode: str) -> Row:
         row = {**self.about, "mode": mode, **self.floor, **dict.fromkeys(["build_s", "ms", "ratio", "note"])}
-        start, limit = monotonic(), self.options.mode_limit
         try:
-            with mode_of(self.module, mode, self.options.compiler), at_most(limit):
+            with mode_of(self.module, mode, self.options.compiler):
                 self._measure(row, self._stepping(mode))
         except Exception as error:  # of a peer: the others are measured still
             traceback.print_exc()
-            late = limit is not None and monotonic() - start >= limit
-            row["note"] = f"{NOT_READY}{limit:g} s" if late else f"{type(error).__name__}: {error}".partition("\n")[0]
+            late = str(error).startswith(NOT_READY)
+            row["note"] = str(error) if late else f"{type(error).__name__}: {error}".partition("\n")[0]
         if mode == "eager":
             self.eager_ms = row["ms"]
         if self.eager_ms and row["ms"]:
@@ -160,7 +167,8 @@ class Case:
     def _measure(self, row: Row, stepping: Callable[[DenoiserCall], Callable[[], Any]]) -> None:
         release()
         reserved = torch.cuda.memory_reserved() if self.device.type == "cuda" else 0
-        lost = self._settled(stepping(self.call))
+        with at_most(self.options.mode_limit):
+            lost = self._settled(stepping(self.call))
         row |= {"build_s": lost["s"], "compiles": lost["compiles"], "ms": lost["ms"]}
         row |= self._difference(stepping)
         if self.device.type == "cuda":
@@ -269,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pipeline", type=int, default=0, metavar="STEPS", help="time a whole pipeline call, too")
     parser.add_argument("--profile", type=every_mode, default=MODES[-1:], help="modes whose time is told by kind of kernel")
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile, for all that compile")
-    parser.add_argument("--mode-limit", type=float, metavar="SECONDS", help="give a mode up that takes longer")
+    parser.add_argument("--mode-limit", type=float, metavar="SECONDS", help="give a mode up that is not ready and timed by then")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no mode after that time")
     options = parser.parse_args(argv)
     start_compiler(options)

@@ -70,7 +70,7 @@ def accelerate_pipeline(
         memory_limit: of graph memory a device: bytes, text (`"4GiB"`) or a fraction of the device's memory.
         verify: compare each signature's first replay with eager before it is trusted (costs one eager forward): to the bit, or,
             where blocks are compiled or a prompt is padded, within a relative difference of 0.044 in bf16, 0.016 in float16,
-            1.7e-4 in float32, 0.18 with weights quantised to 8 bits or fewer, and then to the bit with the same forward
+            1.7e-4 in float32, 0.18 where torchao rounds activations to 8 bits, and then to the bit with the same forward
             unrecorded.
         poison: (CPU) fill dead intermediates with NaN before each replay, to find faults of lifetime.
         collectives: where several GPUs compute the denoiser together, `"record"` what they exchange, or `"break"` at it.

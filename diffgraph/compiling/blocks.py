@@ -207,7 +207,7 @@ def _uniform(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those among a block's arguments, and in their tuples; in what a block may write to, lists say, it finds its own."""
+    """Those among a block's arguments, and in their tuples. Lists and dicts are left alone: a block may add to its caller's."""
     if isinstance(value, torch.Tensor):
         yield value
     elif type(value) is tuple:
