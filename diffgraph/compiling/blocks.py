@@ -68,10 +68,10 @@ class BlockCompiler:
     def compile(self, module: torch.nn.Module, signature: Signature, forward: Callable[[], Any]) -> Compilation:
         """Run `forward`, made inside `placed`: what is not compiled yet for its sizes is, and kernels load and are chosen.
 
-        The first signature is compiled for its very sizes, though blocks may differ in theirs; all others share what the second
-        is compiled for, any size, unless the options say otherwise. Any, because Dynamo's own way would compile again for the
-        next size to change: after a second picture size, for a second prompt length. Blocks whose Python wants plain numbers,
-        `str(x.shape[-1])` say, are compiled in that way.
+        The first signature is compiled for its very sizes, though blocks may differ in theirs. A kind of block that then gets
+        others is compiled for any, which all that follow share, unless the options say otherwise. Any, because Dynamo's own way
+        would compile again for the next size to change: after a second picture size, for a second prompt length. Blocks whose
+        Python wants plain numbers, `str(x.shape[-1])` say, are compiled in that way.
         Raises whatever the compiler does, and `CaptureError` where it leaves a block uncompiled, or there is none.
         """
         if len(self._failures) >= _TRIES:  # it takes its time to fail
