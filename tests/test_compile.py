@@ -601,3 +601,68 @@ def test_a_block_that_changes_what_it_is_given_is_right_at_every_call(container,
     wanted = eager(diffgraph.accelerate_module(net, compile_blocks={"backend": "aot_eager"}), x)
     with torch.no_grad():
         assert all(close(net(x), wanted) for _ in range(4))
+
+
+class Handing(torch.nn.Module):
+    """A block that does something with what it is given that tells a copy from it."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.layer, self.does = torch.nn.Linear(8, 8), does
+
+    def forward(self, x, skips, kept, flag):
+        return x + self.layer(x), self.does(x, skips, kept, flag)
+
+
+class HandingNet(torch.nn.Module):
+    """A ControlNet's residuals, say, are nothing in the first steps: adding them to a copy makes no difference then."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Handing(does) for _ in range(3))
+
+    def forward(self, x, residual):
+        for block in self.blocks:
+            skip = x.permute(0, 2, 1).contiguous().permute(0, 2, 1)  # dense, and not contiguous
+            kept = [skip]
+            x, last = block(x.permute(0, 2, 1).contiguous().permute(0, 2, 1), (skip, skip.mT), kept, residual)
+            last += residual
+            x = x + skip + kept[-1]
+        return x
+
+
+HANDED_ON = {
+    "a tuple's tensor": lambda x, skips, kept, flag: skips[0],
+    "a view of it": lambda x, skips, kept, flag: skips[1].mT,
+    "its input": lambda x, skips, kept, flag: (kept.append(x), x)[1],
+    "a view of its input": lambda x, skips, kept, flag: (kept.append(x), x.mT.mT)[1],
+    "what it keeps": lambda x, skips, kept, flag: (kept.append(skips[0]), kept[-1])[1],
+    "one of two views, written to": lambda x, skips, kept, flag: skips[0].add_(flag) + skips[1].mT,
+    "one of a list, written to": lambda x, skips, kept, flag: kept[0].add_(flag) + skips[0],
+}
+
+
+@pytest.mark.parametrize("does", HANDED_ON.values(), ids=HANDED_ON)
+@torch.no_grad()
+def test_a_block_that_hands_on_what_it_is_given_hands_on_the_callers_own(does):
+    net = diffgraph.accelerate_module(HandingNet(does).eval(), compile_blocks={"backend": "aot_eager"})
+    routes = []
+    for step in range(6):
+        inputs = torch.randn(1, 4, 8), torch.full((1, 4, 8), float(step >= 4))
+        found, route = route_of(net, lambda inputs=inputs: net(*inputs))
+        assert close(found, eager(net, *inputs)), step
+        routes.append(route)
+    assert routes[-1] == "replay"
+
+
+def test_a_block_that_changes_inference_mode_around_attention_is_recorded_as_it_is():
+    class Inferring(Block):
+        @torch.inference_mode()
+        def forward(self, x):
+            return super().forward(x)
+
+    net = accelerated(Net(Inferring(), Inferring()))
+    with torch.no_grad():
+        assert all(close(net(x_of()), eager(net, x_of())) for _ in range(4))
+    assert "inference mode" in rows_of(net)[0].uncompiled and diffgraph.report(net).replays == 2
+    assert torch.ones(2).add(1).sum() == 4, "the thread has gone on"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._device import DeviceContext
 
+from diffgraph.compiling.arguments import Arguments
 from diffgraph.compiling.pieces import LONGEST, Backend, Tally
 from diffgraph.engine.current import open_recorder
 from diffgraph.errors import CaptureError
-from diffgraph.values.tensors import has_plain_memory, storage_of
 
 if TYPE_CHECKING:
     from diffgraph.recording.signature import Signature
@@ -131,19 +131,15 @@ class BlockCompiler:
             recorder = open_recorder()
             if recorder is not None and recorder.in_break:  # which runs at replay as it is
                 return block._call_impl(*args, **kwargs)
-            entered = Tally.entered
-            given = {id(tensor): tensor for tensor in _tensors((args, *kwargs.values()))}
-            uniform = {key: _uniform(tensor) for key, tensor in given.items()}
-            copies = [uniform[key] for key, tensor in given.items() if storage_of(uniform[key]) != storage_of(tensor)]
-            versions = [copy._version for copy in copies]
-            args = _replaced(args, uniform)
-            kwargs = {name: _replaced(arg, uniform) for name, arg in kwargs.items()}
+            entered, arguments = Tally.entered, Arguments(args, kwargs)
             with out_of_modes(), self._configured():
-                result = compiled(*args, **kwargs)
-            if versions != [copy._version for copy in copies]:
-                raise CaptureError(f"a {type(block).__name__} writes to its input, of which it was given a copy")
+                result = arguments.given_to(compiled)
             if Tally.entered == entered:
                 raise CaptureError(f"the compiler ran {type(block).__name__} as it is")
+            if arguments.written():
+                raise CaptureError(f"a {type(block).__name__} writes to its input, of which it was given a copy or two views")
+            if recorder is None and arguments.outlived():
+                raise CaptureError(f"a {type(block).__name__} hands on its input, of which it was given a copy")
             return result
 
         return call
@@ -193,30 +189,6 @@ _GLOBAL_HOOKS = (
     torch.nn.modules.module._global_forward_hooks,
     torch.nn.modules.module._global_forward_pre_hooks,
 )
-
-
-def _uniform(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, if it is dense, with the strides that are usual then, and no view that Dynamo would look behind. The first
-    block's input often is a transposed view, the others' are not; code that is compiled for both is slower than the copy.
-    And of what a view is a part of, Wan's rotary table of one frame, the sizes would be compiled for, too."""
-    if not has_plain_memory(tensor):
-        return tensor
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    is_dense = tensor.permute(by_stride).is_contiguous()
-    return (tensor.contiguous().flatten().view(tensor.shape) if is_dense else tensor).detach()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those among a block's arguments, and in their tuples. Lists and dicts are left alone: a block may add to its caller's."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif type(value) is tuple:
-        for item in value:
-            yield from _tensors(item)
-
-
-def _replaced(value: Any, by: Mapping[int, torch.Tensor]) -> Any:
-    return tuple(_replaced(item, by) for item in value) if type(value) is tuple else by.get(id(value), value)
 
 
 @contextmanager

@@ -158,4 +158,6 @@ def _cut(graph: GraphModule) -> GraphModule:
             last += 2
         else:
             part_of[node] = last
+    if last and any(node.target is torch.autograd.grad_mode._enter_inference_mode for node in graph.graph.nodes):
+        raise CaptureError("a block enters or leaves inference mode around a break, which its parts would not do")
     return split_module(graph, None, part_of.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
