@@ -127,11 +127,12 @@ def _peer(row: Row | None, eager: Row | None, best: Row | None) -> str:
         note = row["note"] or ""
         return f"> {note.removeprefix(NOT_READY)} to build" if note.startswith(NOT_READY) else "failed"
     ms = f"**{_cell(row['ms'])}**" if best and _cell(row["ms"]) == _cell(best["ms"]) else _cell(row["ms"])
-    marks = " ≠" * _is_far(row) + " °" * (not _is_of_one_run(row, eager))
+    marks = " ≠" * is_far(row) + " °" * (not _is_of_one_run(row, eager))
     return f"{ms}{marks}" if row["mode"] == "eager" else f"{ms} ({_cell(row['build_s'])}){marks}"
 
 
-def _is_far(row: Row) -> bool:
+def is_far(row: Row) -> bool:
+    """Whether its results are far from eager's."""
     return (row.get("relative_diff") or 0.0) > FAR
 
 
@@ -147,7 +148,7 @@ def _missed(rows: list[Row]) -> list[str]:
         name, aim = f"- {NAMES[row['family']]}, `{row['mode']}`:", AIMS.get(aim_of(row))
         if row["note"] and not row["note"].startswith(NOT_READY):
             lines.append(f"{name} {row['note']}.")
-        if _is_far(row):
+        if is_far(row):
             apart = f"relative difference {row['relative_diff']:.2f}"
             lines.append(f"{name} results far from eager's, {apart} ([why](docs/together.md#torchcompile)).")
         if aim and row["ratio"] and row["ratio"] < aim:

@@ -1,6 +1,7 @@
 """The chart of a results file of `benchmarks.peers`: `python -m benchmarks.chart RESULTS.json CHART.svg`.
 
-A bar a mode, its time on the left and its seconds to build on the right; the line under a family's bars is its floor.
+A bar a mode, its time on the left and its seconds to build on the right; the line under a family's bars is its floor. ≠ stands
+where results are far from eager's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._names import MODES, MORE_MODES, NAMES
+from benchmarks._peer_tables import is_far
 
 _COLOURS = {"eager": "#9aa0a6", "torch.compile": "#e8a33d", "full": "#7fb3d5", "breakable": "#3d7ea6", "compiled": "#1b4965"}
 
@@ -34,8 +36,8 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
     axes = figure.subplots(len(groups), 2, squeeze=False, gridspec_kw={"height_ratios": [len(g) + 1.5 for g in groups.values()]})
     for (name, group), (times, builds) in zip(groups.items(), axes, strict=True):
         group.sort(key=lambda row: order.index(row["mode"]))
-        labels = [row["mode"] for row in group]
-        colours = [_colour(mode) for mode in labels]
+        labels = [row["mode"] + " ≠" * is_far(row) for row in group]
+        colours = [_colour(row["mode"]) for row in group]
         for place, key, unit in ((times, "ms", "ms a call"), (builds, "build_s", "s to build")):
             bars = place.barh(labels, [row[key] or 0.0 for row in group], color=colours)
             place.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
@@ -72,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     data = json.loads(options.results.read_text(encoding="utf-8"))
     versions = data["versions"]
-    title = f"One denoiser call; {data['machine']}, torch {versions['torch']}, diffusers {versions['diffusers']}"
+    what = "One denoiser call (≠: results far from eager's)"
+    title = f"{what}; {data['machine']}, torch {versions['torch']}, diffusers {versions['diffusers']}"
     rows = [row for row in data["rows"] if not (options.plain and (row.get("loras") or row.get("quantized")))]
     figure = draw(rows, title)
     figure.savefig(options.chart, metadata={"Date": None} if options.chart.suffix == ".svg" else None)
