@@ -80,6 +80,7 @@ def test_a_family_that_fails_does_not_stop_the_next(tmp_path, monkeypatch):
     assert [row["family"] for row in read(out)["rows"]] == ["pixart"]
 
 
+@pytest.mark.slow
 def test_the_whole_pipeline_is_measured_eager_and_breakable(tmp_path):
     rows = run(pipeline, tmp_path / "cpu.json", "--shape", "64x64", "--steps", "3")
     assert [row["mode"] for row in rows] == ["eager", "breakable"]
@@ -124,6 +125,7 @@ def test_a_training_step_is_measured_in_every_mode(tmp_path):
         assert (row["replays"] > 0) == (row["mode"] != "eager")
 
 
+@pytest.mark.slow
 def test_peers_are_measured_side_by_side_and_drawn(tmp_path, monkeypatch):
     out, drawn = tmp_path / "cpu.json", tmp_path / "chart.svg"
     modes = ["eager", "torch.compile:regional", "breakable+compile"]
@@ -222,6 +224,7 @@ def test_the_table_of_several_gpus_compares_with_one_gpus_eager_call(tmp_path, m
     assert lines[-1] == "- 2 GPUs: ulysses, recorded, 512×512: 0 wrong results."
 
 
+@pytest.mark.slow
 def test_a_picture_from_a_text_is_measured_with_every_component(tmp_path, monkeypatch):
     out = tmp_path / "cpu.json"
     rows = run(few_steps, out, "--families", "flux", "--shape", "64x64", "--repeats", "1", "--modes", "denoiser,every")
@@ -235,6 +238,7 @@ def test_a_picture_from_a_text_is_measured_with_every_component(tmp_path, monkey
     assert "x**" not in eager and len(recorded) == 2 and all("x** | yes |" in line for line in recorded)
 
 
+@pytest.mark.slow
 def test_whole_calls_of_each_prompt_length_are_compared_alone(tmp_path):
     out = tmp_path / "cpu.json"
     rows = run(prompts, out, "--lengths", "5,28", "--shape", "64x64", "--steps", "3", "--repeats", "0")

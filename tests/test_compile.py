@@ -211,7 +211,7 @@ def test_a_table_that_is_a_view_is_compiled_for_any_size_of_what_it_is_a_part_of
     assert [row.compiles for row in rows_of(net)] == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("family", ["pixart", "wan", pytest.param("flux", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["wan", *(pytest.param(family, marks=pytest.mark.slow) for family in ("pixart", "flux"))])
 def test_a_second_size_is_compiled_for_any_prompt_length_too(family):
     """Also the sizes that had not changed when it came."""
     pipe = pipelines.build(family)

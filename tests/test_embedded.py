@@ -65,6 +65,7 @@ def test_prompts_of_any_length_share_recordings_and_no_pixel_changes(pipe):
         diffgraph.restore_pipeline(pipe)
 
 
+@pytest.mark.slow
 def test_make_run_draws_with_it(tmp_path, capsys):
     assert main(["--steps", "2", "--out", str(tmp_path / "sheet.png")]) == 0
     said = capsys.readouterr().out

@@ -42,7 +42,11 @@ def traces(pipe):
     }
 
 
-@pytest.mark.parametrize("family", pipelines.FAMILIES)
+#: What takes longest goes to `make test-slow`; test_components draws with it, too.
+DRAWN = [pytest.param(family, marks=pytest.mark.slow) if family == "sana" else family for family in pipelines.FAMILIES]
+
+
+@pytest.mark.parametrize("family", DRAWN)
 def test_pictures_are_those_of_eager(family):
     pipe = build(family)
     cases = [(prompt, *size, seed) for size in SIZES for seed, prompt in enumerate(PROMPTS)]
