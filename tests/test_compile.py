@@ -216,7 +216,7 @@ def test_a_second_size_is_compiled_for_any_prompt_length_too(family):
     """Also the sizes that had not changed when it came."""
     pipe = pipelines.build(family)
     pipe.set_progress_bar_config(disable=True)
-    shapes = ["32x32", "48x32", "32x64"] if family != "wan" else ["32x32x1", "32x32x17", "32x32x5"]
+    shapes = ["32x32", "48x32", "32x64"] if family != "wan" else ["32x32x1", "48x32x17", "32x64x5"]
     calls = [DenoiserCall.of(pipe, family, shape) for shape in shapes]
     calls += [DenoiserCall.of(pipe, family, shape, prompt_length=rows) for shape, rows in zip(shapes, (24, 40, 56), strict=True)]
     accelerated(calls[0].module, prompt_buckets=None)

@@ -10,7 +10,6 @@ import torch
 import diffgraph
 import pipelines
 from benchmarks import chart, readme
-from benchmarks._names import NOT_READY
 from benchmarks._peer_tables import AIMS, aim_of, fastest, is_compiled, is_peer
 
 TEXT = (readme.ROOT / "README.md").read_text(encoding="utf-8")
@@ -130,8 +129,7 @@ def test_the_committed_peers_reach_their_aims_and_what_is_recorded_as_it_is_has_
     rows = rows_of_peers()
     ratios = {aim_of(row): row["ratio"] for row in rows}
     assert {key: ratios[key] for key, aim in AIMS.items() if not ratios[key] >= MISSED.get(key, aim)} == {}
-    assert [row for row in rows if row["note"] and not row["note"].startswith(NOT_READY)] == []
-    assert [row for row in rows if row["mode"] in ("full", "breakable") and not row["equal"]] == []
+    assert [row for row in rows if row["note"] or (row["mode"] in ("full", "breakable") and not row["equal"])] == []
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "flux", "z_image", "sd3", "pixart", "wan"])
