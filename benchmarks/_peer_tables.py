@@ -188,9 +188,8 @@ def _whole_calls(rows: list[Row]) -> list[str]:
     for place, s in eager.items():
         found = [r for r in rows if _place(r) == place and r.get("pipeline_s") and r["mode"] != "eager"]
         told = [f"`{r['mode']}` {r['pipeline_s']:.2f} s (**{s / r['pipeline_s']:.2f}x**)" for r in found]
-        where_run = " (another run)" * bool(found and found[0].get("pipeline_of_another_run"))
         steps = f", {found[0]['pipeline_steps']} steps" if found and found[0].get("pipeline_steps") else ""
-        where = f"{NAMES[place[0]]} {place[1].replace('x', '×')}{steps}{where_run}"
+        where = f"{NAMES[place[0]]} {place[1].replace('x', '×')}{steps}"
         lines.append(f"- The whole pipeline, one call, {where}: eager {s:.2f} s, {', '.join(told)}.")
     return lines
 

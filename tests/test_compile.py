@@ -329,20 +329,23 @@ def _attributes(net):
 
 
 def test_another_threads_calls_stay_uncompiled_while_one_records():
-    net, seen = Net(), []
-    x = x_of()
-    wanted = net.eval().blocks[0](x)
+    net, seen = Net().eval(), []
+    x, wanted = x_of(), []
+
+    def in_another(call):  # whose bits may differ from this thread's: it has fewer threads of its own
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
 
     def compiler(graph, given):  # runs in the midst of a capture
         def other():
-            seen.append(same_bits(net.blocks[0](x), wanted))
+            seen.append(same_bits(net.blocks[0](x), wanted[0]))
             seen.append(net._compiled_call_impl.pending_change() is None)
 
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        in_another(other)
         return off(graph, given)
 
+    in_another(lambda: wanted.append(net.blocks[0](x)))
     assert steps(accelerated(net, compiler), x)[0][-1] == "replay"
     assert len(seen) > 0 and all(seen)
 
@@ -539,6 +542,41 @@ def _settles(call):
     return route == "replay"
 
 
+class Joined(Block):
+    """The query's rows lie together, as `torch.cat` leaves them."""
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = torch.cat([qkv[..., :2, :], qkv[..., 2:, :]], dim=-2)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+RETURNS = {
+    "as the query lies": lambda result: result,
+    "rows together": lambda result: result.contiguous(),
+    "heads together": lambda result: result.transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("kind", [Block, Joined])
+@pytest.mark.parametrize("returns", RETURNS.values(), ids=RETURNS)
+def test_attention_may_return_its_results_in_any_layout(kind, returns, monkeypatch):
+    def strict(graph, given):
+        def run(*args):
+            assert [a.stride() for a in args if a.dim() == 4] == [g.stride() for g in given if g.dim() == 4]
+            return graph(*args)
+
+        return run
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    nets = [accelerated(Net(kind(), kind()), strict) for _ in range(2)]
+    for net in nets:  # the second is recorded when attention is another already
+        assert steps(net, x_of())[0][-1] == "replay" and rows_of(net)[0].uncompiled is None
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args: returns(attention(*args)))
+    assert steps(nets[0], x_of(seed=1), 1)[0] == ["replay"]
+
+
 @pytest.mark.parametrize(
     "given, searches",
     [
@@ -561,6 +599,19 @@ def test_inductor():
     for rows in (5, 7, 9):
         assert steps(net, x_of(rows))[0][-1] == "replay"
     assert [row.compiles for row in rows_of(net)] == [1, 1, 0], diffgraph.report(net)
+
+
+@pytest.mark.slow  # as above
+def test_products_with_int8_weights_are_not_swapped_for_those_of_language_models():
+    from torch._dynamo.utils import counters
+
+    net = Net()
+    ao.quantize_(net.to(torch.bfloat16), ao.Int8WeightOnlyConfig(set_inductor_config=False))
+    cheap = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1, "fx_graph_cache": False}
+    diffgraph.accelerate_module(net.eval(), compile_blocks={"options": cheap}, poison=True)
+    swapped = counters["inductor"]["woq_matcher_count"]
+    assert steps(net, x_of().bfloat16())[0][-1] == "replay" and rows_of(net)[0].uncompiled is None
+    assert counters["inductor"]["woq_matcher_count"] == swapped
 
 
 class Writing(torch.nn.Module):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torchao.quantization as ao
+from torch._dynamo.utils import counters
 
 import diffgraph
 import pipelines
 from benchmarks._calls import DenoiserCall
 from benchmarks._weights import block_linears
 from diffgraph.compiling import pieces
+from diffgraph.engine.layout import Layout
 from diffgraph.values.compare import close, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -157,9 +159,21 @@ def test_quantised_weights(config):
 
     call = call_of("z_image", prepare=prepare)
     diffgraph.accelerate_module(call.module, compile_blocks=True)
+    swapped = counters["inductor"]["woq_matcher_count"]
     steps(call)
     assert row_of(call).uncompiled is None and row_of(call).compiles > 0
     assert diffgraph.report(call.module).captures == 1
+    assert counters["inductor"]["woq_matcher_count"] == swapped, "int8 weights, by a kernel for few rows"
+
+
+@pytest.mark.parametrize("together", ["rows", "heads"])
+@pytest.mark.parametrize("channels", [64, 128])
+def test_fast_attention_returns_its_results_as_its_query_lies(together, channels):
+    """So no copies are made for the compiled code that comes next."""
+    q = torch.randn(2, 8, 1024, channels, device="cuda", dtype=torch.bfloat16)
+    if together == "heads":
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert Layout.expected(True, (q,)).holds(torch.nn.functional.scaled_dot_product_attention(q, q, q))
 
 
 def test_a_lora_is_compiled_with_its_blocks():

@@ -114,10 +114,8 @@ def test_the_committed_results_reach_their_targets(family):
     assert breakable["pool_mib"] <= 1.15 * full["pool_mib"]
 
 
-#: Aims that the committed figures miss, and what they reach.
-MISSED = {("flux", "512x512", 1, None, "breakable"): 1.8}
 #: Where the fastest mode of torch.compile takes less than the fastest of ours by more than runs differ: its part of ours.
-BEHIND = {"pixart": 0.96}
+BEHIND = {"pixart": 0.96, "sd3": 0.96}
 
 
 def rows_of_peers(**wanted):
@@ -128,7 +126,7 @@ def rows_of_peers(**wanted):
 def test_the_committed_peers_reach_their_aims_and_what_is_recorded_as_it_is_has_eagers_bits():
     rows = rows_of_peers()
     ratios = {aim_of(row): row["ratio"] for row in rows}
-    assert {key: ratios[key] for key, aim in AIMS.items() if not ratios[key] >= MISSED.get(key, aim)} == {}
+    assert {key: ratios[key] for key, aim in AIMS.items() if not ratios[key] >= aim} == {}
     assert [row for row in rows if row["note"] or (row["mode"] in ("full", "breakable") and not row["equal"])] == []
 
 
@@ -138,7 +136,7 @@ def test_compiled_blocks_are_as_fast_as_torch_compile(family):
     assert fastest(rows, is_peer)["ms"] >= BEHIND.get(family, 0.98) * fastest(rows, is_compiled)["ms"]
 
 
-@pytest.mark.parametrize("family", ["flux", "z_image", "sd3", "pixart", "wan"])
+@pytest.mark.parametrize("family", ["qwen_image", "flux", "z_image", "sd3", "pixart", "wan"])
 def test_compiled_blocks_are_built_in_half_the_time_of_the_fastest_torch_compile(family):
     rows = rows_of_peers(family=family, loras=None, quantized=None)
     assert max(row["build_s"] for row in rows if is_compiled(row["mode"])) <= fastest(rows, is_peer)["build_s"] / 2

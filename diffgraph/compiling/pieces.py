@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from diffgraph.compiling.int8_weights import kept_as_they_are
 from diffgraph.engine.current import open_recorder
-from diffgraph.engine.layout import LAYOUT, Layout
+from diffgraph.engine.layout import BREAK, Layout
 from diffgraph.errors import CaptureError, OptionError
 from diffgraph.values.ambient import Ambient
 from diffgraph.values.tensors import tensors_in
@@ -47,8 +48,10 @@ class Backend:
         try:
             if backend == "inductor":
                 # Not its own CUDA graphs, which "reduce-overhead" asks for: ours take their place.
-                searches = {"coordinate_descent_tuning": str(mode).startswith("max-autotune")}
-                options = {**searches, **(options or {}), "triton.cudagraphs": False}
+                ours: dict[str, Any] = {"coordinate_descent_tuning": str(mode).startswith("max-autotune")}
+                if inner._inductor.config.post_grad_custom_pre_pass is None:
+                    ours["post_grad_custom_pre_pass"] = kept_as_they_are()
+                options = {**ours, **(options or {}), "triton.cudagraphs": False}
                 self._compile = inner._TorchCompileInductorWrapper(mode, options, self.dynamic)
             else:
                 self._compile = inner._TorchCompileWrapper(backend, mode, options, self.dynamic)
@@ -69,9 +72,9 @@ class Backend:
         Tally.compiles += 1
         parts = _cut(graph)
         for name, part in list(parts.named_children()):
-            layout = next(filter(None, map(_layout, part.graph.nodes)), None)  # type: ignore[union-attr]
+            found = next(filter(_is_break, part.graph.nodes), None)  # type: ignore[union-attr]
             delattr(parts, name)
-            parts.__dict__[name] = self._piece(part) if layout is None else _LaidOut(part, layout)
+            parts.__dict__[name] = self._piece(part) if found is None else _LaidOut(part, found.meta["example_value"])
             _forget(part)
         _forget(parts)
 
@@ -119,8 +122,8 @@ class Piece:
 class _LaidOut:
     """A break, and its results laid out as the next piece expects them."""
 
-    def __init__(self, call: Callable[..., Any], layout: Layout) -> None:
-        self._call, self._layout = call, layout
+    def __init__(self, call: Callable[..., Any], example: Any) -> None:
+        self._call, self._layout = call, Layout.seen_in(example)
 
     def __call__(self, *args: Any) -> Any:
         return map_leaves(self._laid_out, self._call(*args))
@@ -132,8 +135,8 @@ class _LaidOut:
         return self._layout.of(leaf) if recorder is None else recorder.run_piece(self._layout.of, (leaf,))
 
 
-def _layout(node: Any) -> Layout | None:
-    return getattr(node.target, LAYOUT, None) if isinstance(node, Node) and node.op == "call_function" else None
+def _is_break(node: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and getattr(node.target, BREAK, False)
 
 
 def _forget(graph: Any) -> None:
@@ -151,9 +154,9 @@ def _cut(graph: GraphModule) -> GraphModule:
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is operator.getitem and _layout(node.args[0]) is not None:
+        if node.target is operator.getitem and _is_break(node.args[0]):
             part_of[node] = part_of[node.args[0]]  # one of a break's results
-        elif _layout(node) is not None:
+        elif _is_break(node):
             part_of[node] = last + 1
             last += 2
         else:

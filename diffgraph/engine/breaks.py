@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from diffgraph.engine.current import RECORDING, open_recorder
-from diffgraph.engine.layout import LAYOUT, Layout
+from diffgraph.engine.layout import BREAK, Layout
 from diffgraph.engine.padding import current as padding_now
 from diffgraph.engine.padding import left_out, without_padding
 from diffgraph.engine.sequence import Break, GraphSequence
@@ -112,16 +112,17 @@ def _node(
     the original's name.)"""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    stand_in, layout = _break(name, live, original, rows), Layout(heads_first=rows == -2)
+    stand_in = _break(name, live, original, rows)
 
     def node(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
             return stand_in(*args, **kwargs)
         if open_recorder() is not None:
             raise CaptureError("what was compiled for this forward does not fit it when it is recorded")
+        layout = Layout.expected(rows == -2, (args, kwargs))
         return map_tensors(layout.of, original(*args, **kwargs))
 
-    setattr(node, LAYOUT, layout)
+    setattr(node, BREAK, True)
     torch.compiler.allow_in_graph(node)
     return node
 
