@@ -20,5 +20,10 @@ MODES = (
     "breakable",
     "breakable+compile",
 )
-MORE_MODES = ("full+compile", "breakable+compile:static", "breakable+compile:max-autotune-no-cudagraphs")
+MORE_MODES = (
+    "full+compile",
+    "full+torch.compile",  # the whole forward compiled by `module.compile()`, then recorded
+    "breakable+compile:static",
+    "breakable+compile:max-autotune-no-cudagraphs",
+)
 NOT_READY = "not ready after "  # begins the note of a mode that took too long

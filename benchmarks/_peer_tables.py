@@ -26,6 +26,7 @@ AIMS = {
 }
 #: A relative difference to eager that makes another picture.
 FAR = 0.25
+_AS_MUCH = "as much as"
 _SPENT = {"matrix": "matrix products", "attention": "attention", "other": "other kernels", "idle": "GPU idle"}
 
 
@@ -71,25 +72,28 @@ def tables(data: dict[str, Any], chart: str | None) -> str:
 
 def details(rows: list[Row]) -> str:
     """What the next size, prompt length and LoRA cost, and by kind of kernel, where the time of a call goes."""
-    later, loras, spent = [], [], []
+    later, loras, spent, counted = [], [], [], any("kernels" in row for row in rows)
     for with_what, found in _by_weights(rows).items():
         eager = {_place(row): row for row in found if row["mode"] == "eager"}
         for row in found:
             name = [f"{NAMES[row['family']]}{with_what and f', {with_what}'}", f"`{row['mode']}`"]
             if row.get("size_s") is not None:
                 before = eager.get(_place(row), row)
-                gain = "" if row is before else f"**{before['size_ms'] / row['size_ms']:.2f}x**"
+                other_run = " °" * (not _is_of_one_run(row, eager.get(_place(row))))
+                gain = "" if row is before else f"**{before['size_ms'] / row['size_ms']:.2f}x**{other_run}"
                 size = [row["size_shape"].replace("x", "×"), _cell(row["size_s"]), _cell(row["size_ms"]), gain]
                 later.append([*name, *size, _cell(row.get("prompt_s")), _cell(row.get("prompt_ms"))])
             if row.get("lora_s") is not None and row["mode"] != "eager":
                 loras.append([*name, _cell(row["lora_s"]), _cell(row["lora_ms"])])
             if row.get("idle_ms") is not None:
-                spent.append([*name, _cell(row["ms"]), *(_cell(row[f"{key}_ms"]) for key in _SPENT)])
-    lines = ["A second size and prompt length: seconds lost when it first comes, and ms of a call from then on.", ""]
+                kinds = [_cell(row[f"{key}_ms"]) for key in _SPENT]
+                spent.append([*name, _cell(row["ms"]), *kinds, *([str(row.get("kernels", "–"))] if counted else [])])
+    what = "seconds lost when it first comes, and ms of a call from then on (°: beside eager calls of another run)"
+    lines = [f"A second size and prompt length: {what}.", ""]
     lines += _lines(["model", "mode", "second size", "s", "ms", "", "second prompt s", "ms"], later)
     lines += ["", "Another LoRA, likewise:", "", *_lines(["model", "mode", "s", "ms"], loras)]
     lines += ["", "Where the time goes, ms of one call by kind of kernel:", ""]
-    return "\n".join([*lines, *_lines(["model", "mode", "a call", *_SPENT.values()], spent)])
+    return "\n".join([*lines, *_lines(["model", "mode", "a call", *_SPENT.values(), *["kernels"] * counted], spent)])
 
 
 def _lines(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -170,7 +174,8 @@ def _beside_the_fastest(row: Row, place: list[Row]) -> list[str]:
     told = ", ".join([f"{_cell(row['ms'])} ms", *spent])
     line = f"- {NAMES[row['family']]}: `{best['mode']}` takes {_less(best, row)} `{row['mode']}` (of its {told})"
     if other is not None and best["ms"] <= other["ms"]:
-        line += f", and {_less(best, other)} `{other['mode']}`"
+        left = ": [what is left](docs/together.md#torchcompile)" if _less(best, other) != _AS_MUCH else ""
+        line += f", and {_less(best, other)} `{other['mode']}`{left}"
     elif other is not None:
         line += f"; `{other['mode']}` {_less(other, best)} that"
     return [f"{line}."]
@@ -178,7 +183,7 @@ def _beside_the_fastest(row: Row, place: list[Row]) -> list[str]:
 
 def _less(row: Row, than: Row) -> str:
     less = f"{1 - row['ms'] / than['ms']:.0%}"
-    return "as much as" if less == "0%" else f"{less} less than"
+    return _AS_MUCH if less == "0%" else f"{less} less than"
 
 
 def _whole_calls(rows: list[Row]) -> list[str]:
@@ -190,7 +195,8 @@ def _whole_calls(rows: list[Row]) -> list[str]:
         told = [f"`{r['mode']}` {r['pipeline_s']:.2f} s (**{s / r['pipeline_s']:.2f}x**)" for r in found]
         steps = f", {found[0]['pipeline_steps']} steps" if found and found[0].get("pipeline_steps") else ""
         where = f"{NAMES[place[0]]} {place[1].replace('x', '×')}{steps}"
-        lines.append(f"- The whole pipeline, one call, {where}: eager {s:.2f} s, {', '.join(told)}.")
+        host = "Eager's depends on how fast the host's Python was just then."
+        lines.append(f"- The whole pipeline, one call, {where}: eager {s:.2f} s, {', '.join(told)}. {host}")
     return lines
 
 

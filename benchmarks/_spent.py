@@ -16,14 +16,17 @@ KINDS = {
 
 
 def spent(call: Callable[[], Any], ms: float) -> dict[str, float]:
-    """Of a call that takes `ms`: how long each kind ran (`attention_ms`, `matrix_ms`, `other_ms`), or none (`idle_ms`).
+    """Of a call that takes `ms`: how long each kind ran (`attention_ms`, `matrix_ms`, `other_ms`), or none (`idle_ms`), and how
+    many `kernels` there were, copies too.
 
     What ran at the same time as something else counts twice. The profiler may slow what the host does afterwards: measure first.
     """
-    found = dict.fromkeys((*KINDS, "other"), 0.0)
+    found, count = dict.fromkeys((*KINDS, "other"), 0.0), 0
     for kernel in kernels(call, CALLS):
         found[kind(kernel.name)] += (kernel.end - kernel.start) / CALLS / 1e3
-    return {f"{name}_ms": took for name, took in found.items()} | {"idle_ms": max(0.0, ms - sum(found.values()))}
+        count += 1
+    took = {f"{name}_ms": ms for name, ms in found.items()} | {"idle_ms": max(0.0, ms - sum(found.values()))}
+    return {**took, "kernels": round(count / CALLS)}
 
 
 def kind(kernel: str) -> str:

@@ -63,7 +63,7 @@ def _name(row: dict[str, Any]) -> str:
 
 def _colour(mode: str) -> str:
     kind = mode.partition(":")[0]
-    return _COLOURS["compiled"] if kind.endswith("+compile") else _COLOURS[kind]
+    return _COLOURS["compiled"] if "+" in kind else _COLOURS[kind]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,6 +23,7 @@ from benchmarks._weights import quantize
 from diffgraph.compiling import pieces
 from diffgraph.compiling.blocks import BlockCompiler, repeated_blocks
 from diffgraph.engine.current import open_recorder
+from diffgraph.engine.layout import Layout
 from diffgraph.values.compare import close, same_bits
 from tests._toys import eager, route_of
 
@@ -542,8 +543,14 @@ def _settles(call):
     return route == "replay"
 
 
+class Apart(Block):
+    together = "heads together"
+
+
 class Joined(Block):
-    """The query's rows lie together, as `torch.cat` leaves them."""
+    """The query is contiguous, as `torch.cat` leaves it."""
+
+    together = "rows together"
 
     def forward(self, x):
         qkv = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
@@ -559,7 +566,7 @@ RETURNS = {
 }
 
 
-@pytest.mark.parametrize("kind", [Block, Joined])
+@pytest.mark.parametrize("kind", [Apart, Joined])
 @pytest.mark.parametrize("returns", RETURNS.values(), ids=RETURNS)
 def test_attention_may_return_its_results_in_any_layout(kind, returns, monkeypatch):
     def strict(graph, given):
@@ -569,12 +576,14 @@ def test_attention_may_return_its_results_in_any_layout(kind, returns, monkeypat
 
         return run
 
-    attention = torch.nn.functional.scaled_dot_product_attention
+    attention, copied, of = torch.nn.functional.scaled_dot_product_attention, [], Layout.of
+    monkeypatch.setattr(Layout, "of", lambda self, tensor: copied.append(not self.holds(tensor)) or of(self, tensor))
     nets = [accelerated(Net(kind(), kind()), strict) for _ in range(2)]
     for net in nets:  # the second is recorded when attention is another already
         assert steps(net, x_of())[0][-1] == "replay" and rows_of(net)[0].uncompiled is None
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args: returns(attention(*args)))
     assert steps(nets[0], x_of(seed=1), 1)[0] == ["replay"]
+    assert any(copied) == (returns is not RETURNS["as the query lies"] and returns is not RETURNS[kind.together])
 
 
 @pytest.mark.parametrize(
@@ -592,6 +601,16 @@ def test_the_search_that_torchao_switches_on_is_left_to_who_asks_for_it(given, s
     assert (config["coordinate_descent_tuning"], config["triton.cudagraphs"]) == (searches, False)
 
 
+def test_a_pass_of_the_users_own_takes_the_place_of_ours():
+    def own(graph):
+        pass
+
+    assert pieces.Backend({}) == pieces.Backend({})
+    assert pieces.Backend({"options": {"post_grad_custom_pre_pass": own}})._compile.config["post_grad_custom_pre_pass"] is own
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=own):
+        assert "post_grad_custom_pre_pass" not in pieces.Backend({})._compile.config
+
+
 @pytest.mark.slow  # half a minute for a C++ compiler that has never run before
 def test_inductor():
     cheap = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1}
@@ -607,7 +626,7 @@ def test_products_with_int8_weights_are_not_swapped_for_those_of_language_models
 
     net = Net()
     ao.quantize_(net.to(torch.bfloat16), ao.Int8WeightOnlyConfig(set_inductor_config=False))
-    cheap = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1, "fx_graph_cache": False}
+    cheap = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1}
     diffgraph.accelerate_module(net.eval(), compile_blocks={"options": cheap}, poison=True)
     swapped = counters["inductor"]["woq_matcher_count"]
     assert steps(net, x_of().bfloat16())[0][-1] == "replay" and rows_of(net)[0].uncompiled is None

@@ -163,7 +163,8 @@ def test_quantised_weights(config):
     steps(call)
     assert row_of(call).uncompiled is None and row_of(call).compiles > 0
     assert diffgraph.report(call.module).captures == 1
-    assert counters["inductor"]["woq_matcher_count"] == swapped, "int8 weights, by a kernel for few rows"
+    if config == "int8":
+        assert counters["inductor"]["woq_matcher_count"] == swapped, "by a kernel for few rows"
 
 
 @pytest.mark.parametrize("together", ["rows", "heads"])
@@ -173,7 +174,7 @@ def test_fast_attention_returns_its_results_as_its_query_lies(together, channels
     q = torch.randn(2, 8, 1024, channels, device="cuda", dtype=torch.bfloat16)
     if together == "heads":
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    assert Layout.expected(True, (q,)).holds(torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    assert Layout.expected((q, q, q), {}).holds(torch.nn.functional.scaled_dot_product_attention(q, q, q))
 
 
 def test_a_lora_is_compiled_with_its_blocks():

@@ -1,4 +1,4 @@
-"""Products with int8 weights, compiled as they run eager: the weights are widened, then multiplied by the fast matrix kernels.
+"""Products with int8 weights, compiled as they run eager on any device: weights are widened, then multiplied by the fast kernels.
 
 Inductor swaps such a product for `aten._weight_int8pack_mm`, made for a few rows of a language model: one reduction an element
 on CUDA (pytorch#159325). 1,536 × 3,072 by 3,072 × 12,288 takes it 127 ms on an H200, widened first 0.37 ms.
@@ -15,7 +15,8 @@ import torch
 @functools.cache
 def kept_as_they_are() -> Any:
     """A pass over Inductor's graphs before it looks for such products (`post_grad_custom_pre_pass`): int8 is widened by way of
-    float32, exactly and in one kernel, where a direct conversion is what it looks for. One object, as compiled code is shared."""
+    float32, exactly and in one kernel, where a direct conversion is what it looks for. One object: what one `Backend` has had
+    compiled serves all that are equal to it."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class KeptAsTheyAre(CustomGraphPass):

@@ -47,11 +47,13 @@ class Backend:
         inner: Any = torch
         try:
             if backend == "inductor":
+                from torch._inductor import config
+
+                unless_asked: dict[str, Any] = {"coordinate_descent_tuning": str(mode).startswith("max-autotune")}
+                if config.post_grad_custom_pre_pass is None:
+                    unless_asked["post_grad_custom_pre_pass"] = kept_as_they_are()
                 # Not its own CUDA graphs, which "reduce-overhead" asks for: ours take their place.
-                ours: dict[str, Any] = {"coordinate_descent_tuning": str(mode).startswith("max-autotune")}
-                if inner._inductor.config.post_grad_custom_pre_pass is None:
-                    ours["post_grad_custom_pre_pass"] = kept_as_they_are()
-                options = {**ours, **(options or {}), "triton.cudagraphs": False}
+                options = {**unless_asked, **(options or {}), "triton.cudagraphs": False}
                 self._compile = inner._TorchCompileInductorWrapper(mode, options, self.dynamic)
             else:
                 self._compile = inner._TorchCompileWrapper(backend, mode, options, self.dynamic)

@@ -119,7 +119,7 @@ def _node(
             return stand_in(*args, **kwargs)
         if open_recorder() is not None:
             raise CaptureError("what was compiled for this forward does not fit it when it is recorded")
-        layout = Layout.expected(rows == -2, (args, kwargs))
+        layout = Layout.expected(args, kwargs) if rows == -2 else Layout(heads_together=False)
         return map_tensors(layout.of, original(*args, **kwargs))
 
     setattr(node, BREAK, True)
