@@ -67,6 +67,16 @@ def off(graph, _, by=2.0**-20):
     return run
 
 
+def strict(graph, given):
+    """A compiler that wants its inputs to lie as it was told."""
+
+    def run(*args):
+        assert [a.stride() for a in args if a.dim() > 1] == [g.stride() for g in given if g.dim() > 1]
+        return graph(*args)
+
+    return run
+
+
 def accelerated(module, compiler=off, **options):
     return diffgraph.accelerate_module(module.eval(), compile_blocks={"backend": compiler}, poison=True, **options)
 
@@ -566,16 +576,39 @@ RETURNS = {
 }
 
 
+class Sliced(Block):
+    """A part of what attention returns is taken before anything else is done."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)[:, :, 1:]
+        return x[:, 1:] + self.out(attended.transpose(1, 2).flatten(2).contiguous())
+
+
+class Expanded(Block):
+    """Attention is given a mask that is one row, repeated."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mask = x.mean(-1)[:, None, None, :].expand(-1, 2, x.shape[1], -1)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_compiled_code_may_return_what_it_has_expanded(poison):
+    net = diffgraph.accelerate_module(Net(Expanded()).eval(), compile_blocks={"backend": "aot_eager"}, poison=poison)
+    assert steps(net, x_of())[0][-2:] == ["replay", "replay"] and rows_of(net)[0].uncompiled is None
+
+
+def test_a_slice_of_what_attention_returns_is_no_result_of_its_own():
+    net = accelerated(Net(Sliced(), Sliced()), strict)
+    assert steps(net, x_of())[0][-1] == "replay" and rows_of(net)[0].uncompiled is None
+
+
 @pytest.mark.parametrize("kind", [Apart, Joined])
 @pytest.mark.parametrize("returns", RETURNS.values(), ids=RETURNS)
 def test_attention_may_return_its_results_in_any_layout(kind, returns, monkeypatch):
-    def strict(graph, given):
-        def run(*args):
-            assert [a.stride() for a in args if a.dim() == 4] == [g.stride() for g in given if g.dim() == 4]
-            return graph(*args)
-
-        return run
-
     attention, copied, of = torch.nn.functional.scaled_dot_product_attention, [], Layout.of
     monkeypatch.setattr(Layout, "of", lambda self, tensor: copied.append(not self.holds(tensor)) or of(self, tensor))
     nets = [accelerated(Net(kind(), kind()), strict) for _ in range(2)]
@@ -601,14 +634,26 @@ def test_the_search_that_torchao_switches_on_is_left_to_who_asks_for_it(given, s
     assert (config["coordinate_descent_tuning"], config["triton.cudagraphs"]) == (searches, False)
 
 
-def test_a_pass_of_the_users_own_takes_the_place_of_ours():
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["nowhere", "options", "config"])
+def test_a_pass_of_the_users_own_takes_the_place_of_ours(where, monkeypatch):
     def own(graph):
         pass
 
+    def inductor(graph, given, **patches):
+        seen.append(patches["config_patches"].get("post_grad_custom_pre_pass"))
+        return graph
+
+    seen: list[object] = []
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", inductor)
+    options = {"options": {"post_grad_custom_pre_pass": own}} if where == "options" else {}
+    net = diffgraph.accelerate_module(Net().eval(), compile_blocks={"backend": "inductor", **options})
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=own if where == "config" else None):  # set afterwards, too
+        for _ in range(3):
+            net(x_of())
+    assert seen and rows_of(net)[0].uncompiled is None
+    assert all({"nowhere": callable(s) and s is not own, "options": s is own, "config": s is None}[where] for s in seen)
     assert pieces.Backend({}) == pieces.Backend({})
-    assert pieces.Backend({"options": {"post_grad_custom_pre_pass": own}})._compile.config["post_grad_custom_pre_pass"] is own
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=own):
-        assert "post_grad_custom_pre_pass" not in pieces.Backend({})._compile.config
 
 
 @pytest.mark.slow  # half a minute for a C++ compiler that has never run before

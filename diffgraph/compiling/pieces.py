@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from diffgraph.compiling.int8_weights import kept_as_they_are
+from diffgraph.compiling.int8_weights import with_int8_kept
 from diffgraph.engine.current import open_recorder
 from diffgraph.engine.layout import BREAK, Layout
 from diffgraph.errors import CaptureError, OptionError
@@ -47,13 +47,9 @@ class Backend:
         inner: Any = torch
         try:
             if backend == "inductor":
-                from torch._inductor import config
-
-                unless_asked: dict[str, Any] = {"coordinate_descent_tuning": str(mode).startswith("max-autotune")}
-                if config.post_grad_custom_pre_pass is None:
-                    unless_asked["post_grad_custom_pre_pass"] = kept_as_they_are()
                 # Not its own CUDA graphs, which "reduce-overhead" asks for: ours take their place.
-                options = {**unless_asked, **(options or {}), "triton.cudagraphs": False}
+                searches = {"coordinate_descent_tuning": str(mode).startswith("max-autotune")}
+                options = {**searches, **(options or {}), "triton.cudagraphs": False}
                 self._compile = inner._TorchCompileInductorWrapper(mode, options, self.dynamic)
             else:
                 self._compile = inner._TorchCompileWrapper(backend, mode, options, self.dynamic)
@@ -102,7 +98,8 @@ class Backend:
             raise CaptureError(f"a block works on {' and '.join(sorted(devices))} at once")
         if any(free_unbacked_symbols(value) for value in flatten(values)[0]):
             raise CaptureError("a block reads values on the host, or sizes that depend on values")
-        return Piece(self._compile(part, given), is_single, Ambient.now(next(iter(devices), "cpu")))
+        compile = with_int8_kept(self._compile)
+        return Piece(compile(part, given), is_single, Ambient.now(next(iter(devices), "cpu")))
 
 
 class Piece:
@@ -141,6 +138,10 @@ def _is_break(node: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and getattr(node.target, BREAK, False)
 
 
+def _has_several_results(node: Node) -> bool:
+    return not isinstance(node.meta["example_value"], torch.Tensor)
+
+
 def _forget(graph: Any) -> None:
     """What Dynamo noted on the nodes: weak references to weights, with which `module.to` cannot swap quantised ones."""
     for node in graph.graph.nodes:
@@ -156,8 +157,8 @@ def _cut(graph: GraphModule) -> GraphModule:
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is operator.getitem and _is_break(node.args[0]):
-            part_of[node] = part_of[node.args[0]]  # one of a break's results
+        if node.target is operator.getitem and _is_break(node.args[0]) and _has_several_results(node.args[0]):
+            part_of[node] = part_of[node.args[0]]  # one of them
         elif _is_break(node):
             part_of[node] = last + 1
             last += 2

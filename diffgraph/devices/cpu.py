@@ -55,7 +55,7 @@ class TapeSegment(Segment):
         for op in self.ops:
             for _, tensor in op.outputs:
                 if tensor.layout == torch.strided:
-                    tensor.fill_(_poison_value(tensor.dtype))
+                    _each_once(tensor).fill_(_poison_value(tensor.dtype))
 
     def replay(self) -> None:
         # Inference mode, because what was recorded in it may only be written in it. Autocast has done its part when ops are seen.
@@ -67,7 +67,8 @@ class TapeSegment(Segment):
                     for i, tensor in outputs:
                         if results[i].shape != tensor.shape:  # of an op without the tag of a dynamic shape
                             raise HostValueChanged(f"{func} made another shape than when it was recorded")
-                        tensor.copy_(results[i])
+                        once = _each_once(tensor)
+                        once.copy_(results[i][tuple(map(slice, once.shape))])
 
     def reset(self) -> None:
         self.ops = []
@@ -125,6 +126,14 @@ class CpuPool(Pool):
 def _fixed(leaf: Any) -> Any:
     plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout == torch.strided
     return leaf.detach() if plain else leaf
+
+
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repetitions of what was expanded, as compiled code may return it: they cannot be written to."""
+    for dim, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _poison_value(dtype: torch.dtype) -> Any:
