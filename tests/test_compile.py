@@ -597,7 +597,7 @@ class Expanded(Block):
 
 @pytest.mark.parametrize("poison", [False, True])
 def test_compiled_code_may_return_what_it_has_expanded(poison):
-    net = diffgraph.accelerate_module(Net(Expanded()).eval(), compile_blocks={"backend": "aot_eager"}, poison=poison)
+    net = diffgraph.accelerate_module(Net(Expanded(), Expanded()).eval(), compile_blocks={"backend": "aot_eager"}, poison=poison)
     assert steps(net, x_of())[0][-2:] == ["replay", "replay"] and rows_of(net)[0].uncompiled is None
 
 

@@ -67,8 +67,7 @@ class TapeSegment(Segment):
                     for i, tensor in outputs:
                         if results[i].shape != tensor.shape:  # of an op without the tag of a dynamic shape
                             raise HostValueChanged(f"{func} made another shape than when it was recorded")
-                        once = _each_once(tensor)
-                        once.copy_(results[i][tuple(map(slice, once.shape))])
+                        _each_once(tensor).copy_(_each_once(results[i], like=tensor))
 
     def reset(self) -> None:
         self.ops = []
@@ -128,10 +127,12 @@ def _fixed(leaf: Any) -> Any:
     return leaf.detach() if plain else leaf
 
 
-def _each_once(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the repetitions of what was expanded, as compiled code may return it: they cannot be written to."""
-    for dim, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
-        if stride == 0 and tensor.shape[dim] > 1:
+def _each_once(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Without the repetitions of what was expanded, as compiled code may return it: they cannot be written to. `like`: where that
+    was."""
+    expanded = tensor if like is None else like
+    for dim, stride in enumerate(expanded.stride() if expanded.layout == torch.strided else ()):
+        if stride == 0 and expanded.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
