@@ -29,18 +29,19 @@ def served():
 
 
 @pytest.fixture(scope="module")
-def drivers(served, tmp_path_factory):
-    """Two visitors' browsers."""
-    found = [chromium(tmp_path_factory.mktemp("chromium")) for _ in range(2)]
+def driver(served, tmp_path_factory):
+    found = chromium(tmp_path_factory.mktemp("chromium"))
     yield found
-    for driver in found:
-        driver.quit()
+    found.quit()
+
+
+other_driver = driver  # of a second visitor
 
 
 @pytest.fixture
-def visitor(served, drivers):
+def visitor(served, driver):
     """With the page newly open. Nothing may have failed in the browser by the end."""
-    found = Visitor(drivers[0], served[0])
+    found = Visitor(driver, served[0])
     yield found
     assert found.complaints() == []
 
@@ -56,6 +57,7 @@ def test_both_pictures_and_bit_equal(visitor):
     visitor.reads("gauge", "MiB")
 
 
+@pytest.mark.slow
 def test_an_unrecorded_size_gives_its_reason_and_replays_once_recorded(visitor, served):
     stranger = served[1].model.stranger
     visitor.choose("size", "not recorded")
@@ -101,8 +103,8 @@ def test_bad_input_is_answered_in_a_sentence(visitor, case):
 
 
 @pytest.mark.slow
-def test_two_visitors_at_once_each_get_their_own_picture(served, drivers):
-    one, other = (Visitor(driver, served[0]) for driver in drivers)
+def test_two_visitors_at_once_each_get_their_own_picture(served, driver, other_driver):
+    one, other = Visitor(driver, served[0]), Visitor(other_driver, served[0])
     one.write("seed", "1")
     other.write("seed", "2")
     one.press("draw")
@@ -115,13 +117,13 @@ def test_two_visitors_at_once_each_get_their_own_picture(served, drivers):
 
 
 @pytest.mark.slow
-def test_the_page_fits_a_phone(served, drivers):
+def test_the_page_fits_a_phone(served, other_driver):
     phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-    drivers[1].execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    visitor = Visitor(drivers[1], served[0])
+    other_driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    visitor = Visitor(other_driver, served[0])
     assert visitor.width() <= 390
     visitor.press("draw")
     visitor.reads("verdict", "bit-equal")
     visitor.wait(lambda: len(visitor.pictures("eager")) == len(visitor.pictures("accelerated")) == 1)
     assert visitor.width() <= 390
-    drivers[1].execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    other_driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

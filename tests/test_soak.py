@@ -28,11 +28,20 @@ def short():
     return [soak.Soak(seed, families=FEW, epoch=15, acts=SHORT).run(steps=30) for seed in (0, 1)]
 
 
+def test_no_call_of_a_few_steps_differs_from_eager_and_nothing_of_ours_is_left():
+    run = soak.Soak(2, families=FEW, epoch=5, acts=SHORT).run(steps=10)
+    assert run.tally.failures == [] and run.tally.not_finite + run.tally.raised == 0
+    assert min(run.tally.calls, run.tally.replays, run.tally.captures) > 5
+    assert len(run.left) == 3 and not any(left.ours for left in run.left)
+
+
+@pytest.mark.slow
 def test_no_call_of_a_short_soak_differs_from_eager_and_no_error_escapes(short):
     assert [run.tally.failures for run in short] == [[], []]
     assert sum(run.tally.not_finite + run.tally.raised for run in short) == 0
 
 
+@pytest.mark.slow
 def test_nothing_of_ours_is_left_after_it_and_no_tensor_more(short):
     for run in short:
         assert len(run.left) == 3
@@ -40,6 +49,7 @@ def test_nothing_of_ours_is_left_after_it_and_no_tensor_more(short):
         assert run.left[-1].tensor_bytes <= run.left[0].tensor_bytes + memory.GROWTH_OF_TENSORS
 
 
+@pytest.mark.slow
 def test_it_went_all_the_ways_that_a_call_can_go(short):
     tallies = [run.tally for run in short]
     acts, struck, reasons = (sum((getattr(t, n) for t in tallies), Counter()) for n in ("acts", "faults", "reasons"))
