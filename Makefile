@@ -45,13 +45,14 @@ bench: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir out/docs
 
-# One torch thread a worker: two workers with a pool each would fight for the two cores.
+# One torch thread a worker: two workers with a pool each would fight for the two cores. Files in their own order: by their number of
+# tests, those of few long ones (ranks, the demo's page) would come last, on one worker alone.
 # Without Chromium, the tests of the demo's page fail in CI; elsewhere they are left out, and it is said.
 test:
 	@$(MAKE) -j3 lint types browser
 	@marks="not gpu and not slow"; $(CHROMIUM) || [ -n "$$CI" ] || { marks="not gpu and not slow and not browser"; \
 		echo "NOT RUN: tests/test_demo_browser.py, which needs chromium and chromium-driver"; }; \
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "$$marks" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$$marks" $(ARGS)
 
 CHROMIUM := command -v chromium >/dev/null && command -v chromedriver >/dev/null
 
