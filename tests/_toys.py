@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import diffgraph
@@ -92,3 +93,8 @@ def flux_pipe():
 def flux():
     """A tiny Flux denoiser of one's own, and the keyword arguments of one call."""
     return copy.deepcopy(_flux()[0].transformer), dict(_flux()[1])
+
+
+def some_slow(names, *slow):
+    """Parameters, of which those are for `make test-slow`."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]

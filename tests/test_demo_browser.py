@@ -75,6 +75,7 @@ def test_an_unrecorded_size_gives_its_reason_and_replays_once_recorded(visitor, 
     visitor.wait(lambda: "not recorded" in visitor.text("size"))
 
 
+@pytest.mark.slow
 def test_a_paused_call_is_eager_and_a_random_seed_is_shown(visitor):
     visitor.press("paused")
     visitor.press("randomize")

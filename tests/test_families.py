@@ -9,6 +9,7 @@ from diffusers import FluxImg2ImgPipeline
 
 import diffgraph
 import pipelines
+from tests._toys import some_slow
 
 # Prompts that have one length in every tokenizer of `pipelines`.
 PROMPTS = ("a red cat", "a red day", "a red ear")
@@ -43,7 +44,7 @@ def traces(pipe):
 
 
 #: What takes longest goes to `make test-slow`; test_components draws with it, too.
-DRAWN = [pytest.param(family, marks=pytest.mark.slow) if family == "sana" else family for family in pipelines.FAMILIES]
+DRAWN = some_slow(pipelines.FAMILIES, "sana")
 
 
 @pytest.mark.parametrize("family", DRAWN)
@@ -99,7 +100,7 @@ def test_both_denoisers_of_a_two_denoiser_pipeline():
     assert names == {"transformer", "transformer_2"}
 
 
-@pytest.mark.parametrize("family", pipelines.FAMILIES)
+@pytest.mark.parametrize("family", some_slow(pipelines.FAMILIES, "sana", "sdxl"))
 def test_the_first_real_call_after_start_up_capture_replays(family):
     pipe = build(family)
     want = picture(pipe, "a red cat", 64, 96)

@@ -13,6 +13,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 import diffgraph
 import pipelines
 from diffgraph.values.compare import same_bits
+from tests._toys import some_slow
 
 EMBEDDING = 32  # of a picture
 
@@ -98,7 +99,7 @@ def drawn(pipe, **kwargs):
     return found, {reason for reason, count in after.items() if count != before.get(reason, 0)}
 
 
-@pytest.fixture(params=ADAPTERS)
+@pytest.fixture(params=some_slow(ADAPTERS, "sdxl"))
 def family(request):
     return request.param
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from _toys import accelerated, call, calls, eager, flux, flux_pipe, settle
+from _toys import accelerated, call, calls, eager, flux, flux_pipe, settle, some_slow
 from diffusers import FluxPipeline
 
 import diffgraph
@@ -282,7 +282,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", some_slow([True, False], False))
 @pytest.mark.parametrize("compile_it", COMPILED.values(), ids=COMPILED)
 def test_what_the_user_has_compiled_is_recorded_and_goes_on_to_run(compile_it, fullgraph):
     runs = []

@@ -17,6 +17,7 @@ from diffgraph.families import rule_of
 from diffgraph.options import Options
 from diffgraph.prompts.buckets import AUTO, PromptBuckets
 from diffgraph.values.compare import close
+from tests._toys import some_slow
 
 TOLERANCE = 1e-5  # relative: another matrix shape may take another kernel
 
@@ -280,7 +281,7 @@ def latents(pipe, prompt: str, **options) -> torch.Tensor:
     return pipe(prompt, generator=generator, **given).images
 
 
-@pytest.mark.parametrize("name", ["qwen_image", "z_image"])
+@pytest.mark.parametrize("name", some_slow(["qwen_image", "z_image"], "z_image"))
 def test_start_up_records_every_bucket(name):
     pipe = pipelines.build(name)
     pipe.set_progress_bar_config(disable=True)
