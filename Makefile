@@ -17,7 +17,7 @@ help:
 	@echo "make demo      the same in a browser: your prompt, your model (ARGS='--model ID --capture-shapes 512x512')"
 	@echo "make docs      the documentation, into out/docs; a warning is an error"
 	@echo "make test      lint, types and tests, as CI does"
-	@echo "make test-slow the rest of them: quantised weights, variants of pipelines, the compiler itself, benchmarks, soak, replicas under load"
+	@echo "make test-slow the rest of them: quantised weights, variants of pipelines, the compiler itself, benchmarks, soak, several ranks, replicas under load"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make support   try every denoiser of diffusers; writes SUPPORT.md"
 	@echo "make bench     one denoiser call a family and shape: eager, breakable, full"
@@ -46,7 +46,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir out/docs
 
 # One torch thread a worker: two workers with a pool each would fight for the two cores. Files in their own order: by their number of
-# tests, those of few long ones (ranks, the demo's page) would come last, on one worker alone.
+# tests, those of few long ones (the demo's page) would come last, on one worker alone.
 # Without Chromium, the tests of the demo's page fail in CI; elsewhere they are left out, and it is said.
 test:
 	@$(MAKE) -j3 lint types browser
@@ -66,7 +66,7 @@ browser:
 screenshots: $(READY) browser
 	PYTHONPATH=.:tests $(PY) tests/screenshots.py
 
-# Quantised weights, variants of pipelines, the compiler itself, benchmarks, soak, replicas under load: more CPU than ten minutes of CI have room for.
+# Quantised weights, variants of pipelines, the compiler itself, benchmarks, soak, several ranks, replicas under load: more CPU than ten minutes of CI have room for.
 test-slow: $(READY) browser
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "slow and not gpu" $(ARGS)
 

@@ -19,7 +19,8 @@ from diffgraph.parallel.ranks import Intent, Ranks
 from diffgraph.routing import runner
 from diffgraph.routing.installed import accelerated
 
-pytestmark = pytest.mark.timeout(400)  # the first one waits for all acts
+#: The first one waits for all acts. Four processes on CI's two cores: in `make test-slow`.
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
