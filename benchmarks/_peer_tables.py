@@ -79,7 +79,7 @@ def details(rows: list[Row]) -> str:
             name = [f"{NAMES[row['family']]}{with_what and f', {with_what}'}", f"`{row['mode']}`"]
             if row.get("size_s") is not None:
                 before = eager.get(_place(row), row)
-                other_run = " °" * (not _is_of_one_run(row, eager.get(_place(row))))
+                other_run = " °" * (not _is_of_one_run(row, before))
                 gain = "" if row is before else f"**{before['size_ms'] / row['size_ms']:.2f}x**{other_run}"
                 size = [row["size_shape"].replace("x", "×"), _cell(row["size_s"]), _cell(row["size_ms"]), gain]
                 later.append([*name, *size, _cell(row.get("prompt_s")), _cell(row.get("prompt_ms"))])

@@ -21,12 +21,12 @@ def spent(call: Callable[[], Any], ms: float) -> dict[str, float]:
 
     What ran at the same time as something else counts twice. The profiler may slow what the host does afterwards: measure first.
     """
-    found, count = dict.fromkeys((*KINDS, "other"), 0.0), 0
-    for kernel in kernels(call, CALLS):
+    found = dict.fromkeys((*KINDS, "other"), 0.0)
+    ran = list(kernels(call, CALLS))
+    for kernel in ran:
         found[kind(kernel.name)] += (kernel.end - kernel.start) / CALLS / 1e3
-        count += 1
-    took = {f"{name}_ms": ms for name, ms in found.items()} | {"idle_ms": max(0.0, ms - sum(found.values()))}
-    return {**took, "kernels": round(count / CALLS)}
+    idle_ms = max(0.0, ms - sum(found.values()))
+    return {**{f"{name}_ms": took for name, took in found.items()}, "idle_ms": idle_ms, "kernels": round(len(ran) / CALLS)}
 
 
 def kind(kernel: str) -> str:

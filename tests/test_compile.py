@@ -25,7 +25,7 @@ from diffgraph.compiling.blocks import BlockCompiler, repeated_blocks
 from diffgraph.engine.current import open_recorder
 from diffgraph.engine.layout import Layout
 from diffgraph.values.compare import close, same_bits
-from tests._toys import eager, route_of
+from tests._toys import eager, route_of, some_slow
 
 
 class Block(torch.nn.Module):
@@ -33,8 +33,11 @@ class Block(torch.nn.Module):
         super().__init__()
         self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
 
+    def heads(self, x):
+        return self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+
     def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.heads(x)
         attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
         return x + self.out(torch.nn.functional.gelu(attended.transpose(1, 2).flatten(2)))
 
@@ -131,7 +134,7 @@ def test_a_forward_that_gives_its_blocks_a_mask_only_while_it_is_recorded_is_rec
 
     class Masked(Block):
         def forward(self, x, mask=None):
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            q, k, v = self.heads(x)
             return x + self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
     class Encoder(Net):
@@ -222,7 +225,7 @@ def test_a_table_that_is_a_view_is_compiled_for_any_size_of_what_it_is_a_part_of
     assert [row.compiles for row in rows_of(net)] == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("family", ["wan", *(pytest.param(family, marks=pytest.mark.slow) for family in ("pixart", "flux"))])
+@pytest.mark.parametrize("family", some_slow(["wan", "pixart", "flux"], "pixart", "flux"))
 def test_a_second_size_is_compiled_for_any_prompt_length_too(family):
     """Also the sizes that had not changed when it came."""
     pipe = pipelines.build(family)
@@ -553,34 +556,11 @@ def _settles(call):
     return route == "replay"
 
 
-class Apart(Block):
-    together = "heads together"
-
-
-class Joined(Block):
-    """The query is contiguous, as `torch.cat` leaves it."""
-
-    together = "rows together"
-
-    def forward(self, x):
-        qkv = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        q, k, v = torch.cat([qkv[..., :2, :], qkv[..., 2:, :]], dim=-2)
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + self.out(attended.transpose(1, 2).flatten(2))
-
-
-RETURNS = {
-    "as the query lies": lambda result: result,
-    "rows together": lambda result: result.contiguous(),
-    "heads together": lambda result: result.transpose(1, 2).contiguous().transpose(1, 2),
-}
-
-
 class Sliced(Block):
     """A part of what attention returns is taken before anything else is done."""
 
     def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.heads(x)
         attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)[:, :, 1:]
         return x[:, 1:] + self.out(attended.transpose(1, 2).flatten(2).contiguous())
 
@@ -589,7 +569,7 @@ class Expanded(Block):
     """Attention is given a mask that is one row, repeated."""
 
     def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.heads(x)
         mask = x.mean(-1)[:, None, None, :].expand(-1, 2, x.shape[1], -1)
         attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
         return x + self.out(attended.transpose(1, 2).flatten(2))
@@ -604,6 +584,29 @@ def test_compiled_code_may_return_what_it_has_expanded(poison):
 def test_a_slice_of_what_attention_returns_is_no_result_of_its_own():
     net = accelerated(Net(Sliced(), Sliced()), strict)
     assert steps(net, x_of())[0][-1] == "replay" and rows_of(net)[0].uncompiled is None
+
+
+class Apart(Block):
+    together = "heads together"
+
+
+class Joined(Block):
+    """The query is contiguous, as `torch.cat` leaves it."""
+
+    together = "rows together"
+
+    def forward(self, x):
+        qkv = self.heads(x)
+        q, k, v = torch.cat([qkv[..., :2, :], qkv[..., 2:, :]], dim=-2)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+RETURNS = {
+    "as the query lies": lambda result: result,
+    "rows together": lambda result: result.contiguous(),
+    "heads together": lambda result: result.transpose(1, 2).contiguous().transpose(1, 2),
+}
 
 
 @pytest.mark.parametrize("kind", [Apart, Joined])
@@ -656,10 +659,13 @@ def test_a_pass_of_the_users_own_takes_the_place_of_ours(where, monkeypatch):
     assert pieces.Backend({}) == pieces.Backend({})
 
 
+#: To have C++ compiled quickly.
+CHEAP = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1}
+
+
 @pytest.mark.slow  # half a minute for a C++ compiler that has never run before
 def test_inductor():
-    cheap = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1}
-    net = diffgraph.accelerate_module(Net().eval(), compile_blocks={"options": cheap}, poison=True)
+    net = diffgraph.accelerate_module(Net().eval(), compile_blocks={"options": CHEAP}, poison=True)
     for rows in (5, 7, 9):
         assert steps(net, x_of(rows))[0][-1] == "replay"
     assert [row.compiles for row in rows_of(net)] == [1, 1, 0], diffgraph.report(net)
@@ -671,8 +677,7 @@ def test_products_with_int8_weights_are_not_swapped_for_those_of_language_models
 
     net = Net()
     ao.quantize_(net.to(torch.bfloat16), ao.Int8WeightOnlyConfig(set_inductor_config=False))
-    cheap = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1}
-    diffgraph.accelerate_module(net.eval(), compile_blocks={"options": cheap}, poison=True)
+    diffgraph.accelerate_module(net.eval(), compile_blocks={"options": CHEAP}, poison=True)
     swapped = counters["inductor"]["woq_matcher_count"]
     assert steps(net, x_of().bfloat16())[0][-1] == "replay" and rows_of(net)[0].uncompiled is None
     assert counters["inductor"]["woq_matcher_count"] == swapped

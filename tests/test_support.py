@@ -10,6 +10,7 @@ from support import table
 from support.__main__ import FILE
 from support.cases import Draw, all_cases, classes
 from support.check import check
+from tests._toys import some_slow
 
 CASES = {case.label: case for case in all_cases()}
 
@@ -22,7 +23,7 @@ def written():
 
 
 #: Every other class in CI, the rest in `make test-slow`; on a GPU all of them.
-SPREAD = [pytest.param(label, marks=pytest.mark.slow if i % 2 else ()) for i, label in enumerate(CASES)]
+SPREAD = some_slow(CASES, *list(CASES)[1::2])
 
 
 @pytest.mark.filterwarnings("ignore::diffgraph.errors.CaptureWarning")

@@ -19,10 +19,12 @@ PASS = "post_grad_custom_pre_pass"
 def with_int8_kept(compile: Callable[..., Any]) -> Callable[..., Any]:
     """The same wrapper of `torch.compile`'s, which leaves such products as they are; unless it is not Inductor's, or the user has
     a pass in that place, among its options or in `torch._inductor.config`."""
+    options = getattr(compile, "config", None)
+    if options is None or PASS in options:
+        return compile
     from torch._inductor import config
 
-    options = getattr(compile, "config", None)
-    if options is None or PASS in options or getattr(config, PASS) is not None:
+    if getattr(config, PASS) is not None:
         return compile
     kept = copy.copy(compile)
     kept.config = {**options, PASS: _widening()}  # type: ignore[attr-defined]
